@@ -1,0 +1,86 @@
+"""Every knob of kLLM, documented where it is declared and validated once, at the edge.
+
+Command-line flags are made from these fields (`max_num_seqs` becomes `--max-num-seqs`), so a field's
+description is its help text. Names follow vLLM where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(value: object) -> object:
+    """'4GiB', '512MB', '1.5g' or a number to bytes. Raises ValueError for anything else."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?i?)b?\s*", value.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is not a size such as 4GiB, 512MiB or 2e9")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class Config(BaseModel):
+    """Base: unknown names are errors, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineConfig(Config):
+    """One instance: the model, its memory, and how work is scheduled."""
+
+    model: str = Field(description="Alias (smollm2), local folder, .gguf file or hub id.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights and activations; auto takes the checkpoint's (bfloat16 for a GGUF)."
+    )
+    kernels: Literal["auto", "reference", "invariant"] = Field(
+        "auto",
+        description="Operators: reference (plain torch), invariant (fixed reduction order: the same bits in any batch).",
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest prompt plus output in tokens; the model's own length by default."
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV cache block.")
+    kv_cache_memory: Bytes | None = Field(
+        None, ge=1, description="Memory for the KV cache, such as 4GiB; by default a quarter of what is available."
+    )
+    num_kv_blocks: int | None = Field(None, ge=2, description="Exact number of KV blocks, instead of kv_cache_memory.")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most requests that run at once.")
+    max_num_batched_tokens: int = Field(512, ge=1, description="Most tokens computed in one step, over all requests.")
+    prefill_chunk: int | None = Field(
+        None, ge=1, description="Most prompt tokens of one request in one step; no limit of its own by default."
+    )
+    enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of waiting requests.")
+    pipeline_depth: int | None = Field(
+        None, ge=1, le=2, description="Plans in flight: 1 plain, 2 plans a step while one runs. Default: what is faster."
+    )
+    threads: int | None = Field(None, ge=1, description="Compute threads; by default one per available core.")
+
+
+class ServerConfig(Config):
+    """The HTTP server and the gateway behind it."""
+
+    host: str = Field("127.0.0.1", description="Address to bind; loopback unless changed.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
+    api_key: list[str] = Field([], description="Keys that clients must send as a bearer token; may be repeated.")
+    served_model_name: list[str] = Field([], description="Names the model answers to; the first is reported.")
+    chat_template: str | None = Field(None, description="File with a Jinja chat template, instead of the model's.")
+    max_queue: int = Field(1024, ge=1, description="Most requests accepted at once; more get 429 with Retry-After.")
+    max_body_bytes: Bytes = Field(32 * 2**20, ge=1024, description="Largest request body, such as 32MiB.")
+    drain_timeout: float = Field(
+        30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM."
+    )
+    start_timeout: float = Field(600.0, gt=0, description="Seconds an instance may take to load before it counts as dead.")
+    max_restarts: int = Field(
+        5, ge=0, description="Starts of an instance that may fail in a row before the server gives up."
+    )
+    vllm_metrics: bool = Field(False, description="Export every metric under the prefix vllm: too.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")

@@ -1,0 +1,34 @@
+"""What operators need to know about a step: which token belongs to which row, and where its KV lives.
+
+    tokens      [ row 0 chunk ........ | row 1 | row 2 | row 3 chunk .... ]     T in all
+    spans         start=0  count=9      9,1     10,1    11,6
+    positions   position of each token in its own sequence
+    slots       block * block_tokens + offset: where each token's KV is written
+    tables      block table of each row, padded with 0:  [R, max_blocks]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One row's part of the step: tokens [start, start+count) attend to `context` tokens (their own included)."""
+
+    start: int
+    count: int
+    context: int
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """positions, slots: int64 [T]. tables: int64 [R, max_blocks]. spans: R rows, in token order."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    tables: torch.Tensor
+    spans: list[Span]
+    block_tokens: int

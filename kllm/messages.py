@@ -1,0 +1,112 @@
+"""What a gateway and an instance say to each other. Versioned; encoded as msgpack, never pickle.
+
+Down (gateway to instance): Submit, Abort, Drain.
+Up (instance to gateway): Starting, Hello, Deltas, EngineLoad, Drained, Failed.
+Messages carry durations and ages, never timestamps: every node has its own clock.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kllm.request import Delta, Request
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of everything that travels over a Link."""
+
+
+class Submit(Message, tag="submit"):
+    """Run this request. `outputs` are tokens already given to the client by an earlier attempt:
+    the instance continues after them as if it had sampled them itself."""
+
+    request: Request
+    outputs: list[int] = []
+    attempt: int = 0
+
+
+class Abort(Message, tag="abort"):
+    """Stop these requests and free what they hold. Unknown ids are ignored. No delta follows."""
+
+    request_ids: list[str]
+
+
+class Drain(Message, tag="drain"):
+    """Finish what is running, answer Drained, then exit. Nothing is submitted after this."""
+
+
+class Starting(Message, tag="starting"):
+    """Progress of a start: what is being done, and how much of it (0 to 1)."""
+
+    phase: str
+    fraction: float = 0.0
+
+
+class Hello(Message, tag="hello"):
+    """The instance is ready. `incarnation` is new for every process start."""
+
+    instance_id: str
+    incarnation: str
+    version: int = PROTOCOL_VERSION
+    model: str = ""
+    max_model_len: int = 0
+    vocab_size: int = 0
+    num_blocks: int = 0
+    block_tokens: int = 0
+    max_num_seqs: int = 0
+    start_seconds: dict[str, float] = {}
+    capabilities: list[str] = []
+
+
+class Deltas(Message, tag="deltas"):
+    """Outputs of one committed step."""
+
+    items: list[Delta]
+
+
+class EngineLoad(Message, tag="load"):
+    """State after a step; counters are totals since this incarnation started."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # share of blocks that running requests hold, 0 to 1
+    kv_cached: float = 0.0  # share of blocks that only the prefix tree holds
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens looked up in the prefix tree
+    prefix_hits: int = 0  # tokens found there
+    steps: int = 0
+    step_s: float = 0.0  # total duration of the steps so far
+
+
+class Drained(Message, tag="drained"):
+    """Everything that was running has ended."""
+
+
+class Failed(Message, tag="failed"):
+    """The instance cannot start or go on; `error` is for the operator. The process exits after this."""
+
+    error: str
+
+
+Down = Submit | Abort | Drain
+Up = Starting | Hello | Deltas | EngineLoad | Drained | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_down = msgspec.msgpack.Decoder(Down)
+_up = msgspec.msgpack.Decoder(Up)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_down(data: bytes) -> Down:
+    """Raises msgspec.DecodeError or msgspec.ValidationError on anything that is not a Down message."""
+    return _down.decode(data)
+
+
+def decode_up(data: bytes) -> Up:
+    """Raises msgspec.DecodeError or msgspec.ValidationError on anything that is not an Up message."""
+    return _up.decode(data)

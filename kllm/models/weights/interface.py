@@ -1,0 +1,27 @@
+"""What a checkpoint is to the code that builds a model: a config and named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+
+class WeightError(ValueError):
+    """A checkpoint cannot be used. The message names the file and, where there is one, the tensor."""
+
+
+class Checkpoint(Protocol):
+    """config: as in Hugging Face's config.json (a GGUF's metadata is translated to the same keys).
+    Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`), whatever the file calls them."""
+
+    config: dict[str, Any]
+
+    def names(self) -> Iterable[str]: ...
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor, dequantised and converted to dtype, in memory of its own.
+
+        Raises WeightError naming file and tensor when it is missing, truncated or of another shape."""
+        ...
