@@ -60,7 +60,10 @@ class EngineConfig(Config):
     enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
     scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of waiting requests.")
     pipeline_depth: int | None = Field(
-        None, ge=1, le=2, description="Plans in flight: 1 plain, 2 plans a step while one runs. Default: what is faster."
+        None,
+        ge=1,
+        le=2,
+        description="Plans in flight: 1 plain, 2 plans a step while one runs. Default: what is faster.",
     )
     threads: int | None = Field(None, ge=1, description="Compute threads; by default one per available core.")
 
@@ -75,10 +78,10 @@ class ServerConfig(Config):
     chat_template: str | None = Field(None, description="File with a Jinja chat template, instead of the model's.")
     max_queue: int = Field(1024, ge=1, description="Most requests accepted at once; more get 429 with Retry-After.")
     max_body_bytes: Bytes = Field(32 * 2**20, ge=1024, description="Largest request body, such as 32MiB.")
-    drain_timeout: float = Field(
-        30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM."
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
+    start_timeout: float = Field(
+        600.0, gt=0, description="Seconds an instance may take to load before it counts as dead."
     )
-    start_timeout: float = Field(600.0, gt=0, description="Seconds an instance may take to load before it counts as dead.")
     max_restarts: int = Field(
         5, ge=0, description="Starts of an instance that may fail in a row before the server gives up."
     )

@@ -18,7 +18,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of everything that travels over a Link."""
 
 
-class Submit(Message, tag="submit"):
+class Submit(Message, frozen=True, kw_only=True, omit_defaults=True, tag="submit"):
     """Run this request. `outputs` are tokens already given to the client by an earlier attempt:
     the instance continues after them as if it had sampled them itself."""
 
@@ -27,24 +27,24 @@ class Submit(Message, tag="submit"):
     attempt: int = 0
 
 
-class Abort(Message, tag="abort"):
+class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
     """Stop these requests and free what they hold. Unknown ids are ignored. No delta follows."""
 
     request_ids: list[str]
 
 
-class Drain(Message, tag="drain"):
+class Drain(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drain"):
     """Finish what is running, answer Drained, then exit. Nothing is submitted after this."""
 
 
-class Starting(Message, tag="starting"):
+class Starting(Message, frozen=True, kw_only=True, omit_defaults=True, tag="starting"):
     """Progress of a start: what is being done, and how much of it (0 to 1)."""
 
     phase: str
     fraction: float = 0.0
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
     """The instance is ready. `incarnation` is new for every process start."""
 
     instance_id: str
@@ -60,13 +60,13 @@ class Hello(Message, tag="hello"):
     capabilities: list[str] = []
 
 
-class Deltas(Message, tag="deltas"):
+class Deltas(Message, frozen=True, kw_only=True, omit_defaults=True, tag="deltas"):
     """Outputs of one committed step."""
 
     items: list[Delta]
 
 
-class EngineLoad(Message, tag="load"):
+class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
     """State after a step; counters are totals since this incarnation started."""
 
     running: int = 0
@@ -80,11 +80,11 @@ class EngineLoad(Message, tag="load"):
     step_s: float = 0.0  # total duration of the steps so far
 
 
-class Drained(Message, tag="drained"):
+class Drained(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drained"):
     """Everything that was running has ended."""
 
 
-class Failed(Message, tag="failed"):
+class Failed(Message, frozen=True, kw_only=True, omit_defaults=True, tag="failed"):
     """The instance cannot start or go on; `error` is for the operator. The process exits after this."""
 
     error: str

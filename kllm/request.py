@@ -138,9 +138,7 @@ def _check_ranges(p: SamplingParams) -> None:
             f"repetition_penalty must be above 0 and at most 100, got {p.repetition_penalty}", "repetition_penalty"
         )
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
-        raise InvalidRequest(
-            f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})", "min_tokens"
-        )
+        raise InvalidRequest(f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})", "min_tokens")
 
 
 def _check_lists(p: SamplingParams) -> None:
@@ -194,6 +192,23 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0  # lower runs first, as in vLLM
     leader: str | None = None
 
+    def choice(self, index: int, seed: int) -> Request:
+        """The request for the index-th of n outputs: later ones follow the first, and each draws its own numbers.
+
+        Its seed is seed + index, so one choice can be repeated alone with n = 1."""
+        params = msgspec.structs.replace(self.params, n=1, seed=_as_seed(seed + index))
+        if index == 0:
+            return msgspec.structs.replace(self, params=params)
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            self, request_id=f"{self.request_id}-{index}", params=params, leader=self.request_id
+        )
+
+
+def _as_seed(value: int) -> int:
+    """Wrap into the signed 64 bits that a seed may have."""
+    return (value + 2**63) % 2**64 - 2**63
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of one token before penalties and temperature (natural log).
@@ -217,7 +232,8 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New output of one request. `index` is the number of output tokens before this delta.
 
-    The last delta of a request carries finish_reason (and `error` when that is "error").
+    The last delta of a request carries finish_reason (and `error` when that is "error"; `invalid` then says that the
+    request itself was at fault, so the client gets a 400 and not a 500).
     stop_reason: the stop token id or stop string that ended the output; None for EOS.
     timings come with the first token of an attempt. prompt_logprobs: one entry per prompt token, None first.
     """
@@ -232,6 +248,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    invalid: bool = False
     timings: Timings | None = None
 
 

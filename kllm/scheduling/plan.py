@@ -35,7 +35,8 @@ class NewRow:
 
 @dataclass(slots=True)
 class RowStep:
-    """Compute `count` more tokens of a row. blocks: appended to its table.
+    """Compute `count` more tokens of a row, after jumping over `skip` tokens found in the cache meanwhile.
+    blocks: appended to its table.
     sample: the last of these tokens is the last one known, so its logits yield the next token.
     bind: a mask for this row arrives by Executor.bind before sampling.
     """
@@ -45,6 +46,7 @@ class RowStep:
     blocks: list[int]
     sample: bool
     bind: bool = False
+    skip: int = 0
 
 
 @dataclass(slots=True)

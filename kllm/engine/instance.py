@@ -1,0 +1,153 @@
+"""instance_main: an engine behind a Link. The same coroutine serves in its own process, in tests and in simulation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from kllm.engine.core import EngineCore, compute_masks
+from kllm.engine.grammar import GrammarCompiler
+from kllm.messages import Abort, Deltas, Down, Drain, Drained, Failed, Hello, Submit, Up
+from kllm.request import Delta, InvalidRequest
+from kllm.transport.link import Backpressure, Link, LinkClosed
+
+LOAD_INTERVAL_S = 1.0  # also the sign of life while a long step runs
+BACKPRESSURE_PAUSE_S = 0.01
+
+T = TypeVar("T")
+
+
+class Workers(Protocol):
+    """Runs CPU-heavy work off the event loop."""
+
+    async def run(self, function: Callable[..., T], *args: object) -> T: ...
+
+
+class ThreadWorkers:
+    """Workers on asyncio's thread pool."""
+
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.to_thread(function, *args)
+
+
+async def instance_main(
+    link: Link[Down, Up], core: EngineCore, compiler: GrammarCompiler | None, workers: Workers, hello: Hello
+) -> None:
+    """Serve one gateway until it drains us (returns), its link closes (returns) or the executor fails (raises)."""
+    await Instance(link, core, compiler, workers).run(hello)
+
+
+class Instance:
+    """Three tasks: messages in, steps, load reports out. They share the core on one event loop."""
+
+    def __init__(
+        self, link: Link[Down, Up], core: EngineCore, compiler: GrammarCompiler | None, workers: Workers
+    ) -> None:
+        self._link = link
+        self._core = core
+        self._compiler = compiler
+        self._workers = workers
+        self._work = asyncio.Event()
+        self._draining = False
+        self._compiling: set[asyncio.Task[None]] = set()
+
+    async def run(self, hello: Hello) -> None:
+        tasks = [asyncio.ensure_future(work) for work in (self._receive(), self._step_loop(), self._report())]
+        try:
+            await self._send(hello)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except LinkClosed:
+            pass  # the gateway is gone; whoever started us decides what happens next
+        except Exception as error:
+            await self._send_last(Failed(error=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            for task in (*tasks, *self._compiling):
+                task.cancel()
+            await asyncio.gather(*tasks, *self._compiling, return_exceptions=True)
+            self._link.close()
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._link.recv()
+            match message:
+                case Submit():
+                    await self._submit(message)
+                case Abort():
+                    self._core.abort(message.request_ids)
+                case Drain():
+                    self._draining = True
+            self._work.set()
+
+    async def _submit(self, submit: Submit) -> None:
+        delta = self._core.add(submit)
+        if delta is not None:
+            await self._send(Deltas(items=[delta]))
+        elif submit.request.params.structured_outputs is not None:
+            task = asyncio.ensure_future(self._compile(submit))
+            self._compiling.add(task)
+            task.add_done_callback(self._compiling.discard)
+
+    async def _compile(self, submit: Submit) -> None:
+        """Compile the grammar of a request that waits for it."""
+        request_id, wanted = submit.request.request_id, submit.request.params.structured_outputs
+        failed: Delta | None
+        if self._compiler is None or wanted is None:
+            failed = self._core.fail(request_id, "this model has no tokenizer for structured output", invalid=True)
+        else:
+            try:
+                grammar = await self._workers.run(self._compiler.compile, wanted)
+                failed = self._core.set_grammar(request_id, grammar)
+            except InvalidRequest as error:
+                failed = self._core.fail(request_id, error.message, invalid=True)
+            except Exception as error:  # a bug in a grammar must not take the instance down
+                failed = self._core.fail(request_id, f"the grammar cannot be compiled: {error}")
+        if failed is not None:
+            await self._send(Deltas(items=[failed]))
+        self._work.set()
+
+    async def _send(self, message: Up) -> None:
+        """Send, waiting while the gateway does not keep up. Raises LinkClosed."""
+        while True:
+            try:
+                return self._link.send(message)
+            except Backpressure:
+                await asyncio.sleep(BACKPRESSURE_PAUSE_S)
+
+    async def _send_last(self, message: Up) -> None:
+        try:
+            await self._send(message)
+        except LinkClosed:
+            pass
+
+    async def _report(self) -> None:
+        while True:
+            await self._send(self._core.load())
+            await asyncio.sleep(LOAD_INTERVAL_S)
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    async def _step_loop(self) -> None:
+        core = self._core
+        while True:
+            core.fill()
+            oldest = core.oldest
+            if oldest is None:
+                if self._draining and core.num_unfinished == 0:
+                    await self._send(Drained())
+                    return
+                await self._send(core.load())
+                self._work.clear()
+                await self._work.wait()
+                continue
+            matchers = core.masks()
+            if matchers is not None:
+                core.bind(await self._workers.run(compute_masks, matchers))
+            deltas = core.commit(await asyncio.wrap_future(oldest))
+            if deltas:
+                await self._send(Deltas(items=deltas))

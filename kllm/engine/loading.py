@@ -1,0 +1,133 @@
+"""From an EngineConfig to a running engine. Shared by the instance process and the offline LLM."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kllm.cache.manager import KVManager
+from kllm.config import EngineConfig
+from kllm.engine.core import EngineCore
+from kllm.engine.grammar import GrammarCompiler
+from kllm.hub.source import ModelSource
+from kllm.scheduling.queue_policy import POLICIES
+from kllm.scheduling.scheduler import Scheduler
+from kllm.tokenization.tokenizer import Tokenizer
+
+DEFAULT_DEPTH = 1  # on CPUs planning and computing share the cores; benchmarks/pipeline_depth.py compares
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(slots=True)
+class Engine:
+    """A core ready to run, and what it says about itself."""
+
+    core: EngineCore
+    compiler: GrammarCompiler
+    tokenizer: Tokenizer
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_tokens: int
+    start_seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Phases:
+    """Names and times what a start does."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+        self._name = ""
+        self._since = time.perf_counter()
+
+    def begin(self, name: str) -> None:
+        self.end()
+        self._name = name
+        self.report(name, 0.0)
+
+    def end(self) -> None:
+        now = time.perf_counter()
+        if self._name:
+            self.seconds[self._name] = round(now - self._since, 3)
+        self._name, self._since = "", now
+
+    def report(self, name: str, fraction: float) -> None:
+        if self._progress is not None:
+            self._progress(name, fraction)
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, and the control group's quota if that is lower."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass  # no control group: the affinity counts
+    return cores
+
+
+def load_engine(
+    config: EngineConfig, source: ModelSource, tokenizer: Tokenizer, progress: Progress | None = None
+) -> Engine:
+    """Load weights, take the memory, wire scheduler, runner and executor. Raises WeightError or ValueError with a
+    message for the operator."""
+    phases = Phases(progress)
+    phases.begin("import torch")
+    import torch
+
+    from kllm.engine import kv_cache
+    from kllm.engine.model_executor import ModelExecutor
+    from kllm.engine.runner import ModelRunner
+    from kllm.engine.sampler.sampler import Sampler
+    from kllm.kernels.registry import get_operators
+    from kllm.models.loader import load_model
+    from kllm.models.weights import open_checkpoint
+
+    torch.set_num_threads(config.threads or available_cores())
+    phases.begin("open checkpoint")
+    checkpoint = open_checkpoint(source)
+    phases.begin("load weights")
+    dtype = getattr(torch, checkpoint.config.get("torch_dtype", "float32") if config.dtype == "auto" else config.dtype)
+    model = load_model(checkpoint, dtype, get_operators(config.kernels), phases.report)
+    max_model_len = min(config.max_model_len or model.max_model_len, model.max_model_len)
+    phases.begin("allocate KV cache")
+    spec = model.kv_spec(config.block_size)
+    num_blocks = kv_cache.blocks_within(
+        spec, config.kv_cache_memory, config.num_kv_blocks, config.max_num_seqs * max_model_len
+    )
+    runner = ModelRunner(
+        model,
+        kv_cache.allocate(spec, num_blocks),
+        Sampler(model.vocab_size, config.max_num_seqs, tokenizer.eos_token_ids),
+        block_tokens=config.block_size,
+        max_rows=config.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    executor = ModelExecutor(runner, config.pipeline_depth or DEFAULT_DEPTH)
+    scheduler = Scheduler(
+        KVManager(num_blocks, config.block_size, config.enable_prefix_caching),
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_tokens_per_step=config.max_num_batched_tokens,
+        prefill_chunk=config.prefill_chunk,
+        eos_token_ids=tokenizer.eos_token_ids,
+        key=POLICIES[config.scheduling_policy],
+    )
+    phases.end()
+    return Engine(
+        core=EngineCore(scheduler, executor, time.monotonic),
+        compiler=GrammarCompiler(tokenizer.to_json(), model.vocab_size, tokenizer.eos_token_ids),
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        num_blocks=num_blocks,
+        block_tokens=config.block_size,
+        start_seconds=phases.seconds,
+    )

@@ -1,0 +1,94 @@
+"""The instance process: `python -m kllm.engine.process ADDRESS CONFIG`, CONFIG being its EngineConfig as JSON.
+
+Dials the gateway at ADDRESS at once, reports the phases of its start, and serves until the gateway drains it or the
+link closes. The link is its life line: when the gateway dies, the instance ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+
+from kllm.config import EngineConfig
+from kllm.engine.instance import ThreadWorkers, instance_main
+from kllm.engine.loading import Engine, load_engine
+from kllm.hub import resolve
+from kllm.messages import Down, Failed, Hello, Starting, Up
+from kllm.tokenization.tokenizer import load_tokenizer
+from kllm.transport.link import Link, LinkClosed
+from kllm.transport.zeromq import dial
+
+logger = logging.getLogger(__name__)
+EXIT_FAILED = 1
+
+
+async def serve(address: str, config: EngineConfig) -> int:
+    """Returns the exit code."""
+    link: Link[Down, Up] = await dial(address)
+    loop = asyncio.get_running_loop()
+    started = time.perf_counter()
+
+    def report(phase: str, fraction: float) -> None:
+        loop.call_soon_threadsafe(_tell, link, Starting(phase=phase, fraction=fraction))
+
+    def load() -> Engine:
+        report("open model", 0.0)
+        source = resolve(config.model, progress=False)
+        tokenizer = load_tokenizer(source)
+        opened = time.perf_counter()
+        engine = load_engine(config, source, tokenizer, report)
+        engine.start_seconds = {"open model": round(opened - started, 3), **engine.start_seconds}
+        return engine
+
+    try:
+        engine = await asyncio.to_thread(load)
+    except Exception as error:  # whatever it is, the operator reads it at the gateway
+        logger.debug("start failed", exc_info=True)
+        message = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+        _tell(link, Failed(error=message))
+        link.close()
+        return EXIT_FAILED
+    hello = Hello(
+        instance_id=f"instance-{os.getpid()}",
+        incarnation=uuid.uuid4().hex,
+        model=config.model,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        num_blocks=engine.num_blocks,
+        block_tokens=engine.block_tokens,
+        max_num_seqs=config.max_num_seqs,
+        start_seconds=engine.start_seconds,
+    )
+    try:
+        await instance_main(link, engine.core, engine.compiler, ThreadWorkers(), hello)
+    except Exception:
+        logger.exception("the engine failed")
+        return EXIT_FAILED
+    return 0
+
+
+def _tell(link: Link[Down, Up], message: Up) -> None:
+    """Progress and last words: lost without harm if the gateway is gone."""
+    try:
+        link.send(message)
+    except LinkClosed:
+        pass
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s instance %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway decides when we end
+    address, config = sys.argv[1:]
+    code = asyncio.run(serve(address, EngineConfig.model_validate_json(config)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that still compute for a gateway that is gone must not hold the process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Sequence: what the scheduler knows about one request."""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum, auto
+
+from kllm.cache.manager import Holding
+from kllm.messages import Submit
+from kllm.request import TokenLogprobs
+
+
+class State(Enum):
+    HELD = auto()  # its grammar is being compiled
+    FOLLOWING = auto()  # its leader computes the prompt they share
+    WAITING = auto()  # wants a place
+    RUNNING = auto()  # has a row and KV blocks
+    ENDED = auto()
+
+
+class Sequence:
+    """One request at the instance. Changed by the Scheduler only.
+
+        tokens     [ prompt ......... | outputs ... ] ? ?      ?: sampled by plans in flight, value unknown (pending)
+                           ▲computed        ▲planned
+
+    limit: number of tokens at which it ends by length. epoch: counts preemptions; results of older ones are dropped.
+    sent_blocks, sent_tokens: what the runner has been told. needs: blocks that must be available before admission
+    is worth another try.
+    """
+
+    __slots__ = (
+        "admitted_at",
+        "arrival",
+        "arrived_at",
+        "attempt",
+        "cached",
+        "computed",
+        "epoch",
+        "first_token_at",
+        "followers",
+        "held",
+        "holding",
+        "last_plan",
+        "limit",
+        "needs",
+        "num_prompt",
+        "params",
+        "pending",
+        "planned",
+        "prompt_logprobs",
+        "request",
+        "row",
+        "sent_blocks",
+        "sent_tokens",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, submit: Submit, arrival: int, now: float, limit: int) -> None:
+        request = submit.request
+        self.request = request
+        self.params = request.params
+        self.attempt = submit.attempt
+        self.num_prompt = len(request.prompt_token_ids)
+        self.tokens = array("i", request.prompt_token_ids)
+        self.tokens.extend(submit.outputs)
+        self.arrival = arrival
+        self.limit = limit
+        self.state = State.WAITING
+        self.held = False
+        self.followers: list[Sequence] = []
+        self.arrived_at = now
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.cached = 0
+        self.epoch = 0
+        self.needs = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.holding: Holding | None = None
+        self.last_plan = -1
+        self._reset()
+
+    def _reset(self) -> None:
+        self.row = -1
+        self.planned = self.computed = self.pending = 0
+        self.sent_blocks = self.sent_tokens = 0
+        self.prompt_logprobs.clear()
+
+    def lose_place(self) -> None:
+        """Forget all that was computed (preemption)."""
+        self.epoch += 1
+        self.holding = None
+        self._reset()
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def target(self) -> int:
+        """Tokens that exist, or will when the plans in flight commit."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def backlog(self) -> int:
+        """Tokens to catch up by; 0 when the sequence will end by length with the plans in flight."""
+        return 0 if self.target >= self.limit else self.target - self.planned
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and self.num_outputs == 0
