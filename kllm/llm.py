@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -14,6 +15,7 @@ from kllm.engine.loading import load_engine
 from kllm.hub import resolve
 from kllm.messages import Submit
 from kllm.request import CompletionOutput, Delta, InvalidRequest, Request, RequestOutput, SamplingParams
+from kllm.tokenization.bad_words import bad_word_ids
 from kllm.tokenization.chat_template import ChatTemplate
 from kllm.tokenization.detokenizer import Detokenizer
 from kllm.tokenization.tokenizer import load_tokenizer
@@ -69,8 +71,7 @@ class LLM:
     ) -> RequestOutput:
         """Answer a conversation: [{"role": "user", "content": "…"}, …], through the model's chat template."""
         template = ChatTemplate.of(self.tokenizer)
-        text = template.render(messages, **template_options)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode(template.render(messages, **template_options), add_special_tokens=False)
         return self.generate([ids], params, progress=progress)[0]
 
     def close(self) -> None:
@@ -83,10 +84,14 @@ class LLM:
         if not ids:
             raise InvalidRequest("a prompt is empty", "prompts")
         if len(ids) >= self.max_model_len:
-            raise InvalidRequest(f"a prompt has {len(ids)} tokens, the model's length is {self.max_model_len}", "prompts")
+            raise InvalidRequest(
+                f"a prompt has {len(ids)} tokens, the model's length is {self.max_model_len}", "prompts"
+            )
         if not all(0 <= token < self._engine.vocab_size for token in ids):
             raise InvalidRequest("a prompt has token ids outside the vocabulary", "prompts")
-        params = self.tokenizer.with_bad_words(params)
+        if params.bad_words:
+            ids_of_words = bad_word_ids(self.tokenizer, params.bad_words)
+            params = msgspec.structs.replace(params, bad_words_token_ids=params.bad_words_token_ids + ids_of_words)
         params.validate(self._engine.vocab_size)
         self._num_requests += 1
         return Request(request_id=f"offline-{self._num_requests}", prompt_token_ids=ids, params=params)
@@ -146,7 +151,9 @@ class _Choice:
             raise InvalidRequest(delta.error or "") if delta.invalid else RuntimeError(delta.error)
         if self.first is None:
             self.first = delta
-        text = self._detokenizer.push(delta.token_ids, delta.finish_reason is not None)
+        text = self._detokenizer.push(
+            delta.token_ids, delta.finish_reason is not None, stop_token=delta.finish_reason == "stop"
+        )
         out = self.output
         out.text += text.text
         out.token_ids += delta.token_ids[: text.num_tokens_kept]

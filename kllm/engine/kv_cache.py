@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kllm.cache.kv_spec import KVSpec
@@ -16,18 +18,17 @@ DEFAULT_SHARE = 0.25  # of available memory, when no size is given
 def allocate(spec: KVSpec, num_blocks: int) -> KVCache:
     """Record name to one tensor per layer, [num_blocks, block_tokens // stride, *shape].
 
-    Zeroed, because attention multiplies masked rows by 0 and 0 * NaN is NaN; the operating system hands out zero
-    pages lazily, so memory is taken as blocks are first used."""
-    group = spec.full_group()
-    return {
-        record.name: [
-            torch.zeros(
-                num_blocks, spec.block_tokens // record.stride, *record.shape, dtype=getattr(torch, record.dtype)
-            )
-            for _ in range(record.layers)
+    Zeroed, because attention multiplies masked rows by 0 and 0 * NaN is NaN. The memory comes from numpy, whose zeros
+    are the operating system's untouched pages (torch.zeros writes them): it is taken as blocks are first used."""
+    cache: KVCache = {}
+    for record in spec.full_group().records:
+        dtype: torch.dtype = getattr(torch, record.dtype)
+        shape = (num_blocks, spec.block_tokens // record.stride, *record.shape)
+        size = math.prod(shape) * dtype.itemsize
+        cache[record.name] = [
+            torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape) for _ in range(record.layers)
         ]
-        for record in group.records
-    }
+    return cache
 
 
 def available_memory() -> int:

@@ -29,7 +29,7 @@ EXIT_FAILED = 1
 
 async def serve(address: str, config: EngineConfig) -> int:
     """Returns the exit code."""
-    link: Link[Down, Up] = await dial(address)
+    link: Link[Down, Up] = dial(address)
     loop = asyncio.get_running_loop()
     started = time.perf_counter()
 

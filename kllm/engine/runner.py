@@ -1,10 +1,10 @@
 """ModelRunner: carries out plans on a model. Keeps a permanent row per request, so a step touches only what changed.
 
-    tokens     [rows, max_model_len + 1]   all known tokens of a row; a sampled one is appended here at once, which is
-                                           what lets the next plan be made before this one commits
-    tables     [rows, max_blocks]          block table
-    position   [rows]                      tokens whose KV is computed
-    length     [rows]                      tokens known
+tokens     [rows, max_model_len + 1]   all known tokens of a row; a sampled one is appended here at once, which is
+                                       what lets the next plan be made before this one commits
+tables     [rows, max_blocks]          block table
+position   [rows]                      tokens whose KV is computed
+length     [rows]                      tokens known
 """
 
 from __future__ import annotations

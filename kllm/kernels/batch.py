@@ -1,15 +1,17 @@
 """What operators need to know about a step: which token belongs to which row, and where its KV lives.
 
-    tokens      [ row 0 chunk ........ | row 1 | row 2 | row 3 chunk .... ]     T in all
-    spans         start=0  count=9      9,1     10,1    11,6
-    positions   position of each token in its own sequence
-    slots       block * block_tokens + offset: where each token's KV is written
-    tables      block table of each row, padded with 0:  [R, max_blocks]
+tokens      [ row 0 chunk ........ | row 1 | row 2 | row 3 chunk .... ]     T in all
+spans         start=0  count=9      9,1     10,1    11,6
+positions   position of each token in its own sequence
+slots       block * block_tokens + offset: where each token's KV is written
+tables      block table of each row, padded with 0:  [R, max_blocks]
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,10 +27,15 @@ class Span:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """positions, slots: int64 [T]. tables: int64 [R, max_blocks]. spans: R rows, in token order."""
+    """positions, slots: int64 [T]. tables: int64 [R, max_blocks]. spans: R rows, in token order.
+
+    derived: what operators compute from the fields above (masks, gather indices), once per step instead of
+    once per layer. The fields above therefore do not change after the first operator has seen the batch.
+    """
 
     positions: torch.Tensor
     slots: torch.Tensor
     tables: torch.Tensor
     spans: list[Span]
     block_tokens: int
+    derived: dict[Hashable, Any] = field(default_factory=dict)

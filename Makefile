@@ -1,0 +1,91 @@
+# Everything a newcomer, a developer and CI need. Targets may be repeated: what is done already is skipped.
+#
+#   make serve          install, fetch the small default model, serve it on http://127.0.0.1:8000
+#   make test           unit, numeric and end-to-end tests that are not slow
+#   make test-slow      the slow ones
+#   make lint           ruff, mypy, import-linter
+#   make bench          the offline benchmarks on the default model
+#
+# Variables: MODEL, ARGS (further flags of `kllm serve` or pytest), PYTHON, PIP_OPTIONS (for example an extra index
+# that has torch built for the CPU only).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+ORACLE_VENV := .venv-oracle
+BIN := $(VENV)/bin
+MODEL ?= smollm2
+ARGS ?=
+PIP_OPTIONS ?=
+
+# The first interpreter that starts and is new enough; a name on the PATH may be a shim of something not installed.
+CANDIDATES := python3 python3.13 python3.12 python3.11
+PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell \
+	$(p) -c 'import sys; print("$(p)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
+
+INSTALLED := $(VENV)/.installed
+DEVELOP := $(VENV)/.develop
+ORACLE := $(ORACLE_VENV)/.installed
+
+# $(call make_venv,FOLDER): a virtual environment with torch in it, which goes first and alone: the constraint then
+# holds that very build, whatever the index offers to the packages that follow.
+define make_venv
+	@test -n "$(PYTHON)" || { echo "kLLM needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $@" >&2; exit 1; }
+	test -x $(1)/bin/pip || $(PYTHON) -m venv $(1)
+	$(1)/bin/pip install $(PIP_OPTIONS) torch==$(TORCH)
+endef
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+.PHONY: help install develop oracle serve test test-slow lint format bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(INSTALLED)
+develop: $(DEVELOP)
+oracle: $(ORACLE)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call make_venv,$(VENV))
+	$(BIN)/pip install $(PIP_OPTIONS) --constraint constraints.txt --editable .
+	@touch $@
+
+$(DEVELOP): $(INSTALLED)
+	$(BIN)/pip install $(PIP_OPTIONS) --constraint constraints.txt --editable '.[dev,plot]'
+	@touch $@
+
+$(ORACLE): tests/oracles/requirements.txt constraints.txt
+	$(call make_venv,$(ORACLE_VENV))
+	$(ORACLE_VENV)/bin/pip install $(PIP_OPTIONS) --requirement tests/oracles/requirements.txt
+	@touch $@
+
+serve: $(INSTALLED)
+	$(BIN)/kllm pull $(MODEL)
+	exec $(BIN)/kllm serve $(MODEL) $(ARGS)
+
+test: $(DEVELOP) $(ORACLE)
+	$(BIN)/pytest -m "not slow" --durations=15 $(ARGS)
+
+test-slow: $(DEVELOP) $(ORACLE)
+	$(BIN)/pytest -m slow --durations=0 $(ARGS)
+
+lint: $(DEVELOP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEVELOP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/kllm bench latency $(MODEL) --dtype bf16 --input-len 512 --output-len 128
+	$(BIN)/kllm bench throughput $(MODEL) --dtype bf16 --num-prompts 32 --input-len 512 --output-len 128
+	$(BIN)/python benchmarks/prefix_tree.py
+	$(BIN)/python benchmarks/start_time.py
+
+clean:
+	rm -rf $(VENV) $(ORACLE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,216 @@
+"""The gateway's hold on one incarnation of an instance: its link, its life, and the requests it works on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from kllm.cluster.launchers.launcher import Instance
+from kllm.cluster.request_stream import RequestStream
+from kllm.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Deltas,
+    Down,
+    Drain,
+    Drained,
+    EngineLoad,
+    Failed,
+    Hello,
+    Starting,
+    Submit,
+    Up,
+)
+from kllm.request import Delta
+from kllm.transport.link import Backpressure, LinkClosed
+
+logger = logging.getLogger(__name__)
+
+RETRY_SEND_S = 0.02  # between attempts to send to an instance that does not keep up
+LAST_WORDS_S = 1.0  # from the exit of a process to the end of its link, or the other way round
+
+
+class InstanceFailed(RuntimeError):
+    """An instance could not start; the message says why in its own words."""
+
+
+class InstanceHandle:
+    """starting -> ready -> over. `assigned` are the requests submitted and not ended, oldest first.
+
+    An incarnation is over when its process exits, its link closes, it reports Failed, or it says nothing for
+    silence_limit seconds while it has work: it sends EngineLoad at least every second, however long a step takes.
+    Messages wait in an outbox while the link refuses them, so that none is lost. The callbacks must not block.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        *,
+        on_starting: Callable[[Starting], None],
+        on_delta: Callable[[Delta], None],
+        silence_limit: float,
+    ) -> None:
+        self.hello: Hello | None = None
+        self.load = EngineLoad()
+        self.assigned: dict[str, RequestStream] = {}
+        self._instance = instance
+        self._on_starting = on_starting
+        self._on_delta = on_delta
+        self._silence_limit = silence_limit
+        self._phase = "process start"
+        self._outbox: deque[Down] = deque()
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._heard = loop.time()
+        self._retry: asyncio.TimerHandle | None = None
+        self._hello_or_over: asyncio.Future[None] = loop.create_future()
+        self._link_closed: asyncio.Future[None] = loop.create_future()
+        self._over: asyncio.Future[str] = loop.create_future()
+        self._silence = loop.call_later(silence_limit, self._check_silence)
+        self._tasks = (asyncio.create_task(self._receive()), asyncio.create_task(self._watch_exit()))
+
+    # --- life ---
+
+    @property
+    def ready(self) -> bool:
+        return self.hello is not None and not self._over.done()
+
+    async def started(self, timeout: float) -> Hello:
+        """Waits for Hello. Raises InstanceFailed."""
+        try:
+            await asyncio.wait_for(asyncio.shield(self._hello_or_over), timeout)
+        except TimeoutError:
+            raise InstanceFailed(f"the instance was not ready after {timeout:g} s; it was at: {self._phase}") from None
+        if self.hello is None:
+            raise InstanceFailed(self._over.result())
+        return self.hello
+
+    async def over(self) -> str:
+        """Waits for the end of this incarnation; returns the reason."""
+        return await asyncio.shield(self._over)
+
+    async def stop(self, grace_s: float) -> None:
+        """End it, if it is not over, and free what it holds."""
+        self._end("stopped by the gateway")
+        for task in self._tasks:
+            task.cancel()
+        await self._instance.stop(grace_s)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _end(self, reason: str) -> None:
+        if self._over.done():
+            return
+        self._over.set_result(reason)
+        if not self._hello_or_over.done():
+            self._hello_or_over.set_result(None)
+        self._outbox.clear()
+        self._silence.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
+
+    async def _watch_exit(self) -> None:
+        reason = await self._instance.wait()
+        await asyncio.wait((self._link_closed, self._over), timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+        self._end(reason)
+
+    def _check_silence(self) -> None:
+        due = self._heard + self._silence_limit
+        now = self._loop.time()
+        if self.assigned and now >= due:
+            self._end(f"the instance said nothing for {self._silence_limit:g} s while it had work")
+            return
+        wait = due - now if due > now else self._silence_limit
+        self._silence = self._loop.call_later(wait, self._check_silence)
+
+    # --- up ---
+
+    async def _receive(self) -> None:
+        link = self._instance.link
+        try:
+            while not self._over.done():
+                self._handle(await link.recv())
+        except LinkClosed as error:
+            self._link_closed.set_result(None)
+            await asyncio.wait((self._over,), timeout=LAST_WORDS_S)  # the exit of the process says more
+            self._end(f"the link to the instance closed: {error}")
+        except Exception as error:
+            logger.exception("a message from the instance could not be handled")
+            self._end(f"a message from the instance could not be handled: {error!r}")
+
+    def _handle(self, message: Up) -> None:
+        self._heard = self._loop.time()
+        match message:
+            case Deltas():
+                for delta in message.items:
+                    self._on_delta(delta)
+            case EngineLoad():
+                self.load = message
+            case Starting():
+                self._phase = f"{message.phase} ({message.fraction:.0%})"
+                self._on_starting(message)
+            case Hello():
+                self._on_hello(message)
+            case Drained():
+                logger.debug("the instance has drained")
+            case Failed():
+                self._end(message.error)
+
+    def _on_hello(self, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            self._end(f"the instance speaks version {hello.version} of the protocol, this gateway {PROTOCOL_VERSION}")
+        elif self.hello is None:
+            self.hello = hello
+            self._hello_or_over.set_result(None)
+
+    # --- down ---
+
+    def submit(self, stream: RequestStream) -> None:
+        if not self.assigned:
+            self._heard = self._loop.time()  # an idle instance owes no sign of life
+        request = stream.request_to_submit
+        self.assigned[request.request_id] = stream
+        self._send(Submit(request=request, outputs=list(stream.outputs), attempt=stream.attempt))
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request, if it is here."""
+        if self.assigned.pop(request_id, None) is not None:
+            self._send(Abort(request_ids=[request_id]))
+
+    def drain(self) -> None:
+        self._send(Drain())
+
+    def _send(self, message: Down) -> None:
+        if not self._over.done():
+            self._outbox.append(message)
+            if self._retry is None:
+                self._flush()
+
+    def _flush(self) -> None:
+        self._retry = None
+        try:
+            while self._outbox:
+                self._instance.link.send(self._outbox[0])
+                self._outbox.popleft()
+        except Backpressure:
+            self._retry = self._loop.call_later(RETRY_SEND_S, self._flush)
+        except LinkClosed:
+            self._outbox.clear()  # the receiving task ends this incarnation, and its requests are resubmitted
+        except ValueError as error:
+            self._refuse(self._outbox.popleft(), str(error))
+            self._flush()
+
+    def _refuse(self, message: Down, error: str) -> None:
+        """A message that no link can carry."""
+        logger.error("cannot send %s to the instance: %s", type(message).__name__, error)
+        if isinstance(message, Submit):
+            self._on_delta(
+                Delta(
+                    request_id=message.request.request_id,
+                    attempt=message.attempt,
+                    index=len(message.outputs),
+                    finish_reason="error",
+                    error=error,
+                )
+            )

@@ -1,0 +1,1 @@
+"""Ways of starting instances: the contract, and one file per way."""

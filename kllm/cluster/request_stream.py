@@ -1,0 +1,166 @@
+"""One accepted request: what its client has been given, and the iterator it reads from.
+
+Whatever happens to instances, the client's deltas carry each output token once and in order, and one end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum, auto
+
+import msgspec
+
+from kllm.request import Delta, Request
+
+PROOF_TOKENS = 8  # an attempt that yields this many tokens proves that the request does not kill its instance
+
+
+class Gap(Exception):
+    """A delta starts beyond the tokens received so far: something between was lost."""
+
+
+class End(Enum):
+    COMPLETED = auto()
+    ERROR = auto()
+    ABORT = auto()
+
+
+class RequestStream:
+    """An AsyncIterator[Delta]; read it to its end or `aclose()` it. Cancelling a read closes it too.
+
+    Deltas that wait for a slow reader are merged into one. The client's view hides restarts: num_cached_tokens,
+    timings and prompt_logprobs are those of the attempt that yielded the first token.
+
+    attempt: the current one. strikes: attempts in a row that died with their instance before proving themselves.
+    outputs: tokens accepted so far, read by the client or not.
+    """
+
+    def __init__(self, request: Request, on_close: Callable[[RequestStream], None]) -> None:
+        self.request = request
+        self.attempt = 0
+        self.strikes = 0
+        self.outputs: list[int] = []
+        self.end: End | None = None
+        self._on_close = on_close
+        self._attempt_start = 0  # len(outputs) when the current attempt began
+        self._num_cached_tokens = 0
+        self._has_prompt_logprobs = False
+        self._unread: list[Delta] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    # --- the gateway's side ---
+
+    @property
+    def request_to_submit(self) -> Request:
+        """The request without what an earlier attempt has already delivered."""
+        if not self._has_prompt_logprobs:
+            return self.request
+        params = msgspec.structs.replace(self.request.params, prompt_logprobs=None)
+        return msgspec.structs.replace(self.request, params=params)
+
+    @property
+    def proven(self) -> bool:
+        return len(self.outputs) - self._attempt_start >= PROOF_TOKENS
+
+    def next_attempt(self) -> None:
+        """The current attempt is lost. Whatever it still sends will be dropped."""
+        self.strikes = 0 if self.proven else self.strikes + 1
+        self.attempt += 1
+        self._attempt_start = len(self.outputs)
+
+    def accept(self, delta: Delta) -> bool:
+        """Take what is new in a delta of the current attempt; False if nothing is. Raises Gap."""
+        if self.end is not None or delta.attempt != self.attempt:
+            return False
+        known = len(self.outputs)
+        if delta.index > known:
+            raise Gap(f"request {self.request.request_id}: a delta at token {delta.index} follows token {known}")
+        repeated = known - delta.index
+        tokens = delta.token_ids[repeated:]
+        prompt_logprobs = None if self._has_prompt_logprobs else delta.prompt_logprobs
+        if not tokens and delta.finish_reason is None and prompt_logprobs is None:
+            return False
+        if known == 0:
+            self._num_cached_tokens = delta.num_cached_tokens
+        self._push(
+            msgspec.structs.replace(
+                delta,
+                index=known,
+                token_ids=tokens,
+                logprobs=None if delta.logprobs is None else delta.logprobs[repeated:],
+                prompt_logprobs=prompt_logprobs,
+                num_cached_tokens=self._num_cached_tokens,
+                timings=delta.timings if known == 0 else None,
+            )
+        )
+        return True
+
+    def fail(self, error: str) -> None:
+        self._finish(Delta(request_id=self.request.request_id, finish_reason="error", error=error))
+
+    def abort(self) -> None:
+        """End on the gateway's initiative; the client sees finish_reason abort."""
+        self._finish(Delta(request_id=self.request.request_id, finish_reason="abort"))
+
+    def _finish(self, delta: Delta) -> None:
+        self._push(
+            msgspec.structs.replace(
+                delta, attempt=self.attempt, index=len(self.outputs), num_cached_tokens=self._num_cached_tokens
+            )
+        )
+
+    def _push(self, delta: Delta) -> None:
+        assert self.end is None, "a request ends once"
+        self.outputs += delta.token_ids
+        self._has_prompt_logprobs = self._has_prompt_logprobs or delta.prompt_logprobs is not None
+        if delta.finish_reason is not None:
+            self.end = {"error": End.ERROR, "abort": End.ABORT}.get(delta.finish_reason, End.COMPLETED)
+        self._unread.append(delta)
+        self._wake()
+
+    # --- the client's side ---
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._unread:
+            if self.end is not None:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+            finally:
+                self._waiter = None
+        unread, self._unread = self._unread, []
+        return unread[0] if len(unread) == 1 else _merge(unread)
+
+    async def aclose(self) -> None:
+        """The client goes away: if the request still runs it is aborted, before this returns. Idempotent."""
+        self._unread = []
+        if self.end is None:
+            self.end = End.ABORT
+            self._on_close(self)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _merge(deltas: list[Delta]) -> Delta:
+    """Consecutive deltas of one request as one."""
+    first, last = deltas[0], deltas[-1]
+    with_logprobs = any(delta.logprobs is not None for delta in deltas)
+    return msgspec.structs.replace(
+        last,
+        index=first.index,
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[entry for delta in deltas for entry in delta.logprobs or ()] if with_logprobs else None,
+        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+        timings=next((delta.timings for delta in deltas if delta.timings is not None), None),
+    )

@@ -1,0 +1,124 @@
+"""The operators a model is made of. One interface; implementations differ in speed and in what they promise.
+
+Letters in shapes: T tokens of the step, H query heads, Hkv key/value heads, D head size, R latent rank of MLA,
+dn / dr / dv its no-position, rotary and value head sizes, E experts, k experts per token, F inner size of an MLP.
+
+A KV cache is a tensor [blocks, block_tokens, ...]. All its entries must be finite (allocate it with zeros):
+entries beyond a row's context are masked, but they do take part in arithmetic.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from kllm.kernels import linear
+from kllm.kernels.batch import ForwardBatch
+from kllm.kernels.linear import LinearWeight
+
+MlaForm = Literal["auto", "absorbed", "expanded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary embedding of the tokens of one step, over vectors of size D.
+
+    cos, sin: [T, 1, D] in the type of the vectors, such that rotated = x * cos + swapped(x) * sin, where swapped
+    exchanges the two elements of each pair and sin carries the sign.
+    interleaved: pairs are (2i, 2i+1), else (i, i + D/2).
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The two halves of MLA's kv_b projection: key [H, dn, R] and value [H, dv, R]."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Per expert: gate and up stacked [2F, hidden], and down [hidden, F]."""
+
+    gate_up: tuple[LinearWeight, ...]
+    down: tuple[LinearWeight, ...]
+
+
+class Operators(ABC):
+    """Stateless apart from constants; safe to share between models. Nothing is changed in place but `cache`
+    in write_kv; per-step metadata is kept in `batch.derived`. Results have the type of the input unless stated."""
+
+    name: ClassVar[str]
+
+    def pack_linear(self, weight: torch.Tensor) -> LinearWeight:
+        """weight [out, in] in the layout that `linear` reads; the argument may be dropped afterwards."""
+        return linear.pack(weight)
+
+    @abstractmethod
+    def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] to [T, out]; bias [out]."""
+
+    @abstractmethod
+    def embedding(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """tokens int64 [T] and table [vocab, hidden] to [T, hidden]."""
+
+    @abstractmethod
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32. x [..., n], weight [n]."""
+
+    @abstractmethod
+    def rope(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """x [T, heads, D], each head rotated. Pairs stay where they are."""
+
+    @abstractmethod
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2F], gate then up, to silu(gate) · up [T, F]."""
+
+    @abstractmethod
+    def write_kv(self, cache: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
+        """Writes values [T, *entry] into cache [blocks, block_tokens, *entry] at batch.slots."""
+
+    @abstractmethod
+    def attention(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: ForwardBatch, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of every token to its own row's cached tokens up to itself.
+
+        q [T, H, D], caches [blocks, block_tokens, Hkv, D] holding the step's own tokens too. Query head h reads
+        KV head h // (H / Hkv). Returns [T, H, D]."""
+
+    @abstractmethod
+    def mla_attention(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        cache: torch.Tensor,
+        weights: LatentWeights,
+        batch: ForwardBatch,
+        scale: float,
+        form: MlaForm = "auto",
+    ) -> torch.Tensor:
+        """Multi-head latent attention over cache [blocks, block_tokens, R + dr] (normed latent, rotated key).
+
+        q_nope [T, H, dn], q_rope [T, H, dr] (rotated). Returns [T, H, dv].
+        absorbed: queries are mapped to the latent space and attend there; expanded: keys and values of every
+        head are made from the latents; auto: what costs less for the row's number of queries."""
+
+    @abstractmethod
+    def expert_scores(self, x: torch.Tensor, gate: LinearWeight) -> torch.Tensor:
+        """Router affinities sigmoid(x · gateᵀ) in float32: x [T, hidden], gate float32 [E, hidden] to [T, E]."""
+
+    @abstractmethod
+    def moe(
+        self, x: torch.Tensor, experts: ExpertWeights, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Σ_j weights[t, j] · expert[indices[t, j]](x[t]): x [T, hidden], indices int64 [T, k], weights float32 [T, k].
+        The sum is taken in float32."""

@@ -1,0 +1,138 @@
+"""The frame every architecture here shares: embedding, pre-norm layers with residuals, final norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kllm.cache.kv_spec import Group, KVSpec
+from kllm.kernels.batch import ForwardBatch
+from kllm.kernels.linear import LinearWeight
+from kllm.kernels.operators import Operators, Rotation
+from kllm.models.interface import KVCache
+from kllm.models.layers.rotary import RotaryTable
+from kllm.models.layers.tensors import TensorReader
+from kllm.models.model_config import ModelConfig
+
+
+class Attention(Protocol):
+    def __call__(
+        self, x: torch.Tensor, batch: ForwardBatch, rotation: Rotation, cache: KVCache, layer: int
+    ) -> torch.Tensor: ...
+
+
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    attention_norm: torch.Tensor
+    attention: Attention
+    mlp_norm: torch.Tensor
+    mlp: FeedForward
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """What every architecture's config says alike."""
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    max_positions: int
+    eps: float
+    tied: bool
+
+
+def read_dimensions(config: ModelConfig, eps: float = 1e-6) -> Dimensions:
+    """eps: the architecture's default. Raises WeightError for what no architecture here supports."""
+    config.require("hidden_act", ("silu", "swish"), "silu")
+    if config.has("quantization_config"):
+        raise config.error("quantization_config", "is not supported: the weights are quantised")
+    return Dimensions(
+        vocab_size=config.integer("vocab_size"),
+        hidden=config.integer("hidden_size"),
+        layers=config.integer("num_hidden_layers"),
+        max_positions=config.integer("max_position_embeddings"),
+        eps=config.number("rms_norm_eps", eps),
+        tied=config.boolean("tie_word_embeddings", False),
+    )
+
+
+class Decoder:
+    """A causal language model (the Model contract of kllm.models.interface)."""
+
+    def __init__(
+        self,
+        dimensions: Dimensions,
+        operators: Operators,
+        embedding: torch.Tensor,
+        layers: list[DecoderLayer],
+        final_norm: torch.Tensor,
+        head: LinearWeight,
+        rotary: RotaryTable,
+        kv_group: Group,
+    ) -> None:
+        self.vocab_size = dimensions.vocab_size
+        self.max_model_len = dimensions.max_positions
+        self.dtype = embedding.dtype
+        self._eps = dimensions.eps
+        self._operators = operators
+        self._embedding = embedding
+        self._layers = layers
+        self._final_norm = final_norm
+        self._head = head
+        self._rotary = rotary
+        self._kv_group = kv_group
+
+    def kv_spec(self, block_tokens: int) -> KVSpec:
+        return KVSpec((self._kv_group,), block_tokens)
+
+    def forward(self, tokens: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        ops, eps = self._operators, self._eps
+        rotation = self._rotary.at(batch.positions)
+        x = ops.embedding(tokens, self._embedding)
+        for index, layer in enumerate(self._layers):
+            x = x + layer.attention(ops.rms_norm(x, layer.attention_norm, eps), batch, rotation, cache, index)
+            x = x + layer.mlp(ops.rms_norm(x, layer.mlp_norm, eps))
+        return ops.rms_norm(x, self._final_norm, eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._operators.linear(hidden, self._head).float()
+
+
+LayerReader = Callable[[str, int], tuple[Attention, FeedForward]]
+"""(prefix such as `model.layers.3.`, layer index) to the layer's two halves."""
+
+
+def read_decoder(
+    reader: TensorReader, dimensions: Dimensions, read_layer: LayerReader, rotary: RotaryTable, kv_group: Group
+) -> Decoder:
+    """Reads embedding, head, norms and, through read_layer, everything else. Reports progress per layer."""
+    hidden, steps = dimensions.hidden, dimensions.layers + 2
+    embedding = reader.tensor("model.embed_tokens.weight", dimensions.vocab_size, hidden)
+    reader.report(1 / steps)
+    layers = []
+    for index in range(dimensions.layers):
+        prefix = f"model.layers.{index}."
+        attention, mlp = read_layer(prefix, index)
+        norms = [
+            reader.tensor(f"{prefix}{name}.weight", hidden) for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        layers.append(DecoderLayer(norms[0], attention, norms[1], mlp))
+        reader.report((index + 2) / steps)
+    final_norm = reader.tensor("model.norm.weight", hidden)
+    if dimensions.tied:
+        head = reader.operators.pack_linear(embedding)
+    else:
+        head = reader.linear(["lm_head"], [dimensions.vocab_size], hidden)
+    reader.report(1.0)
+    return Decoder(dimensions, reader.operators, embedding, layers, final_norm, head, rotary, kv_group)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As KV specs spell it: torch.bfloat16 to "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

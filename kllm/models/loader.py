@@ -1,0 +1,24 @@
+"""From a checkpoint to a model that runs."""
+
+from __future__ import annotations
+
+import torch
+
+from kllm.kernels.operators import Operators
+from kllm.models.interface import Model
+from kllm.models.layers.tensors import Progress, TensorReader
+from kllm.models.model_config import ModelConfig
+from kllm.models.registry import find_loader
+from kllm.models.weights.interface import Checkpoint
+
+
+def load_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, operators: Operators, progress: Progress | None = None
+) -> Model:
+    """The model with weights and activations of `dtype`, computing with `operators`.
+
+    progress: called with a phase and the share of the weights read so far, 0 to 1.
+    Raises WeightError for an architecture, a config value or a tensor that cannot be used."""
+    load = find_loader(checkpoint.config)
+    with torch.no_grad():
+        return load(ModelConfig(checkpoint.config), TensorReader(checkpoint, dtype, operators, progress))

@@ -1,0 +1,62 @@
+"""From prompts and sampling parameters to the engine requests of one API request."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+
+from kllm.request import InvalidRequest, Request, SamplingParams
+from kllm.server.protocol import ID_PATTERN, MAX_PROMPTS, SamplingFields
+from kllm.server.reply import Job
+
+_ID = re.compile(ID_PATTERN)
+
+
+def request_id_from(header: str | None) -> str:
+    """The client's X-Request-Id if it is a usable id, else a new one."""
+    return header if header is not None and _ID.fullmatch(header) else uuid.uuid4().hex
+
+
+def make_job(
+    kind: str, request_id: str, model: str, body: SamplingFields, prompts: Sequence[list[int]], params: SamplingParams
+) -> Job:
+    """`kind`: prefix of the reply's id (chatcmpl, cmpl). Choice p * n + j is output j of prompt p.
+
+    Outputs of one prompt are those of Request.choice: they share the prompt's blocks, and output j draws with seed + j
+    (of a seed drawn here if the client gave none). Engine ids have random digits, for clients may use an id twice.
+    Raises InvalidRequest.
+    """
+    n = params.n
+    if len(prompts) * n > MAX_PROMPTS:
+        raise InvalidRequest(f"at most {MAX_PROMPTS} outputs may be asked for at once", "n")
+    reply_id = f"{kind}-{body.request_id or request_id}"
+    base = f"{reply_id}-{uuid.uuid4().hex[:8]}"
+    seed = secrets.randbits(62) if params.seed is None else params.seed
+    requests: list[Request] = []
+    for p, prompt in enumerate(prompts):
+        if not prompt:
+            raise InvalidRequest("the prompt must have at least one token", "prompt")
+        first = Request(
+            request_id=f"{base}-p{p}" if p else base,
+            prompt_token_ids=prompt,
+            params=params,
+            cache_salt=body.cache_salt or "",
+            priority=body.priority or 0,
+        )
+        requests += [first.choice(j, seed) for j in range(n)]
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream", "stream_options")
+    return Job(
+        reply_id,
+        request_id,
+        int(time.time()),
+        model,
+        requests,
+        n,
+        usage=options is not None and bool(options.include_usage),
+        each_usage=options is not None and bool(options.continuous_usage_stats),
+    )

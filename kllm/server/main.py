@@ -1,0 +1,197 @@
+"""`kllm serve`: an instance process, the gateway and the HTTP server, from start to drained end.
+
+    bind port ─► find model ─► start instance process ──────────────────────────► Hello ─► "ready"
+                               └► meanwhile: import the web stack, load the tokenizer, answer /health, /ready (503)
+
+The instance takes longest, so nothing is imported or loaded here before it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kllm.cluster.gateway import Gateway, InstanceFailed
+from kllm.cluster.launchers.local import LocalLauncher
+from kllm.config import EngineConfig, ServerConfig
+from kllm.hub import ModelSource, resolve
+from kllm.messages import Hello
+from kllm.server.start_display import StartDisplay
+from kllm.telemetry.logs import configure_logs, fields
+
+if TYPE_CHECKING:
+    from kllm.server.http_server import HttpServer
+    from kllm.server.service import Service
+
+logger = logging.getLogger("kllm.server")
+
+BACKLOG = 2048
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class ServeError(RuntimeError):
+    """The server cannot start; the message is for the operator."""
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    """Serve until SIGTERM or SIGINT; returns when everything accepted has ended and the instance is gone.
+
+    A second signal ends without waiting. Raises ServeError (port in use, instance cannot start) or ModelSourceError.
+    """
+    import uvloop
+
+    configure_logs(server_config.log_level)
+    loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    with bind(server_config.host, server_config.port) as listener, loop as runner:
+        runner.run(_serve(engine_config, server_config, listener))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ServeError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> None:
+    source = await asyncio.to_thread(resolve, engine_config.model)
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise ServeError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
+    display = StartDisplay()
+    gateway = Gateway(
+        LocalLauncher(lambda address: instance_command(address, engine_config)),
+        rng=random.Random(),
+        max_queue=config.max_queue,
+        start_timeout=config.start_timeout,
+        max_restarts=config.max_restarts,
+        on_starting=display.update,
+    )
+    stop = _stop_signals()
+    starting = asyncio.create_task(gateway.start())
+    try:
+        http, service = await asyncio.to_thread(_web_stack, gateway, source, config, engine_config.model)
+        serving = asyncio.create_task(http.serve([listener]))
+        try:
+            await _first(starting, serving, stop)
+            display.close()
+            if starting.done():
+                _announce(_started(starting), service, config, listener)
+                await _first(serving, stop)
+            service.draining = True
+            await _drain(gateway, starting, config.drain_timeout)
+        finally:
+            http.stop()
+            await serving
+            service.close()
+    finally:
+        display.close()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await gateway.close()
+
+
+def instance_command(address: str, config: EngineConfig) -> Sequence[str]:
+    return (sys.executable, "-m", "kllm.engine.process", address, config.model_dump_json())
+
+
+def _web_stack(gateway: Gateway, source: ModelSource, config: ServerConfig, model: str) -> tuple[HttpServer, Service]:
+    """In a thread, while the instance starts: the imports alone take half a second. Raises ModelSourceError."""
+    from kllm.server.app import create_app
+    from kllm.server.http_server import HttpServer
+    from kllm.tokenization.chat_template import ChatTemplate
+    from kllm.tokenization.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(source)
+    template = tokenizer.chat_template
+    if config.chat_template is not None:
+        try:
+            with open(config.chat_template, encoding="utf-8") as file:
+                template = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ServeError(f"the chat template {config.chat_template} cannot be read: {error}") from error
+    chat = ChatTemplate(template, tokenizer.bos_token, tokenizer.eos_token)
+    names = config.served_model_name or [model]
+    app = create_app(gateway, tokenizer, config, names, chat, root=model)
+    return HttpServer(app), app.state.service
+
+
+def _stop_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once, and with it the instance's link."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def _first(*what: asyncio.Task[object] | asyncio.Task[Hello] | asyncio.Task[None] | asyncio.Event) -> None:
+    """Returns when a task is done or an event is set."""
+    waits = [asyncio.ensure_future(item.wait()) for item in what if isinstance(item, asyncio.Event)]
+    tasks = [item for item in what if not isinstance(item, asyncio.Event)]
+    try:
+        await asyncio.wait((*tasks, *waits), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _started(starting: asyncio.Task[Hello]) -> Hello:
+    try:
+        return starting.result()
+    except InstanceFailed as error:
+        raise ServeError(f"the model could not be started: {error}") from error
+
+
+async def _drain(gateway: Gateway, starting: asyncio.Task[Hello], timeout_s: float) -> None:
+    if starting.done():
+        logger.info("draining", extra=fields(in_flight=gateway.in_flight, timeout_s=timeout_s))
+        await gateway.drain(timeout_s)
+
+
+def _announce(hello: Hello, service: Service, config: ServerConfig, listener: socket.socket) -> None:
+    """The one line on standard output."""
+    host, port = listener.getsockname()[:2]
+    if config.host not in LOOPBACK and not config.api_key:
+        logger.warning("anyone who reaches this address can use the model: set api_key", extra=fields(host=config.host))
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in hello.start_seconds.items())
+    spent = f" in {process_age():.2f} s ({phases})" if phases else f" in {process_age():.2f} s"
+    print(f"kLLM is ready: {url} serves {service.model_names[0]},{spent}", flush=True)
+
+
+def process_age() -> float:
+    """Seconds since this process started; where the system does not tell, since this module was imported."""
+    try:
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.perf_counter() - _IMPORTED
+
+
+_IMPORTED = time.perf_counter()

@@ -1,0 +1,229 @@
+"""Prometheus metrics of one server: the names that operators know from vLLM's dashboards, under `kllm:`.
+
+Histograms and token counters are observed per request; what gateway and instance count themselves is read when
+Prometheus asks. Durations are seconds of the caller's clock; this module reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX = "kllm:"
+VLLM_PREFIX = "vllm:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = ("model_name", "engine")
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+                80.0, 160.0, 640.0)  # fmt: skip
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
+                 10.0, 20.0, 40.0, 80.0)  # fmt: skip
+REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+                   480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+PHASE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1) + REQUEST_BUCKETS
+LENGTH_BUCKETS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
+
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Time from arrival to the first output token.", TTFT_BUCKETS),
+    ("inter_token_latency_seconds", "Time between consecutive output tokens.", TOKEN_BUCKETS),
+    ("request_time_per_output_token_seconds", "Mean time per output token after the first.", TOKEN_BUCKETS),
+    ("e2e_request_latency_seconds", "Time from arrival to the last output token.", REQUEST_BUCKETS),
+    ("request_queue_time_seconds", "Time waiting for a place in the running batch.", PHASE_BUCKETS),
+    ("request_prefill_time_seconds", "Time computing the prompt.", PHASE_BUCKETS),
+    ("request_decode_time_seconds", "Time from the first to the last output token.", PHASE_BUCKETS),
+    ("request_prompt_tokens", "Tokens in the prompt.", LENGTH_BUCKETS),
+    ("request_generation_tokens", "Tokens generated.", LENGTH_BUCKETS),
+)
+
+
+class Load(Protocol):
+    """The part of kllm.messages.EngineLoad that is exported."""
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def kv_usage(self) -> float: ...
+
+    @property
+    def preemptions(self) -> int: ...
+
+    @property
+    def prefix_queries(self) -> int: ...
+
+    @property
+    def prefix_hits(self) -> int: ...
+
+
+class Source(Protocol):
+    """Where current figures come from: the gateway. totals: counters summed over incarnations."""
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def totals(self) -> Load: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+
+class RequestMetrics:
+    """One request, from arrival to end. `now` is any monotonic clock in seconds."""
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int, arrival: float) -> None:
+        self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._arrival = arrival
+        self._first = self._last = arrival
+        self._tokens = 0
+        self._ended = False
+
+    def tokens(self, count: int, now: float) -> None:
+        """`count` more tokens reached the server; they share the time since the last ones."""
+        if count == 0:
+            return
+        if self._tokens == 0:
+            self._first = now
+            self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
+            self._metrics.count_prompt(self._prompt_tokens)
+            between = count - 1
+            gap = 0.0
+        else:
+            between = count
+            gap = (now - self._last) / count
+        for _ in range(between):
+            self._metrics.observe("inter_token_latency_seconds", gap)
+        self._tokens += count
+        self._last = now
+        self._metrics.count_generated(count)
+
+    def timings(self, queue_s: float, prefill_s: float) -> None:
+        """Durations that the instance measured; they come with the first token."""
+        self._metrics.observe("request_queue_time_seconds", queue_s)
+        self._metrics.observe("request_prefill_time_seconds", prefill_s)
+
+    def end(self, reason: str, now: float) -> None:
+        """Only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        observe = self._metrics.observe
+        self._metrics.count_finished(reason)
+        observe("e2e_request_latency_seconds", now - self._arrival)
+        observe("request_prompt_tokens", self._prompt_tokens)
+        observe("request_generation_tokens", self._tokens)
+        if self._tokens:
+            observe("request_decode_time_seconds", self._last - self._first)
+        if self._tokens > 1:
+            observe("request_time_per_output_token_seconds", (self._last - self._first) / (self._tokens - 1))
+
+
+class Metrics:
+    """Every metric of one server, in a registry of its own.
+
+    source: read at scrape time. cache_config: called at scrape time for the labels of cache_config_info.
+    vllm_names: export everything under the prefix vllm: as well.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        source: Source,
+        cache_config: Callable[[], Mapping[str, str]],
+        vllm_names: bool = False,
+        engine: str = "0",
+    ) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._labels = (model_name, engine)
+        self._vllm_names = vllm_names
+        self._histograms = {
+            name: Histogram(PREFIX + name, text, LABELS, buckets=buckets, registry=self.registry).labels(*self._labels)
+            for name, text, buckets in _HISTOGRAMS
+        }
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        finished = Counter(
+            PREFIX + "request_success", "Requests by how they ended.", (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )  # fmt: skip
+        self._finished = {reason: finished.labels(*self._labels, reason) for reason in FINISHED_REASONS}
+        self.registry.register(_SourceCollector(source, cache_config, self._labels))
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(*self._labels)
+
+    def request(self, prompt_tokens: int, arrival: float) -> RequestMetrics:
+        return RequestMetrics(self, prompt_tokens, arrival)
+
+    def observe(self, histogram: str, value: float) -> None:
+        self._histograms[histogram].observe(value)
+
+    def count_prompt(self, tokens: int) -> None:
+        self._prompt.inc(tokens)
+
+    def count_generated(self, tokens: int) -> None:
+        self._generated.inc(tokens)
+
+    def count_finished(self, reason: str) -> None:
+        self._finished[reason].inc()
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        text = generate_latest(self.registry)
+        if self._vllm_names:
+            text += _renamed(text)
+        return text
+
+
+class _SourceCollector(Collector):
+    """What the gateway and the instance count themselves, read at scrape time."""
+
+    def __init__(self, source: Source, cache_config: Callable[[], Mapping[str, str]], labels: tuple[str, str]) -> None:
+        self._source = source
+        self._cache_config = cache_config
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        load, totals = self._source.load, self._source.totals
+        yield self._gauge("num_requests_running", "Requests in the running batch.", load.running)
+        yield self._gauge("num_requests_waiting", "Requests waiting for a place.", load.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", load.kv_usage)
+        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", totals.prefix_queries)
+        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", totals.prefix_hits)
+        yield self._counter("num_preemptions", "Preemptions.", totals.preemptions)
+        yield self._counter("instance_restarts", "Times that an instance was started again.", self._source.restarts)
+        info = InfoMetricFamily(PREFIX + "cache_config", "How the KV cache is laid out.")
+        info.add_metric((), dict(self._cache_config()) | dict(zip(LABELS, self._labels, strict=True)))
+        yield info
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+
+def _renamed(text: bytes) -> bytes:
+    """The same samples under vLLM's prefix. A metric's name starts its line or follows `# HELP ` or `# TYPE `."""
+    old, new = PREFIX.encode(), VLLM_PREFIX.encode()
+    lines = []
+    for line in text.splitlines(keepends=True):
+        for start in (b"# HELP ", b"# TYPE ", b""):
+            if line.startswith(start + old):
+                line = start + new + line[len(start) + len(old) :]
+                break
+        lines.append(line)
+    return b"".join(lines)

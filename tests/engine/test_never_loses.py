@@ -1,0 +1,113 @@
+"""A mixed load on far too little KV memory: every request ends as it would with plenty, and nothing leaks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.engines import make_engine
+from support.mixed_load import Job, LoadSize, Outcome, make_jobs, run
+
+from kllm.engine.loading import Engine
+
+TINY = LoadSize(vocab_size=271, short=24, long=140, output=40, over=480)
+BLOCK = 8
+
+
+def close_clean(engine: Engine) -> None:
+    """Nothing is left: no request, no row, no block outside the free list and the prefix tree."""
+    kv = engine.core.scheduler.kv
+    engine.core.scheduler.check()
+    assert engine.core.num_unfinished == 0
+    assert kv.available == kv.pool.num_blocks
+    kv.clear()
+    assert kv.pool.num_free == kv.pool.num_blocks
+    engine.core.close()
+
+
+def assert_right_ends(jobs: list[Job], outcomes: dict[str, Outcome], engine: Engine) -> None:
+    for job in jobs:
+        outcome = outcomes[job.request.request_id]
+        params = job.request.params
+        assert outcome.num_ends == 1
+        if job.kind == "impossible":
+            assert outcome.finish == "error"
+            assert outcome.error
+            assert not outcome.token_ids
+        elif outcome.finish == "length":
+            assert len(outcome.token_ids) == params.max_tokens
+        elif outcome.finish == "stop":
+            assert outcome.token_ids[-1] in engine.tokenizer.eos_token_ids
+            assert_matches(job, engine.tokenizer.decode(outcome.token_ids))
+        else:
+            assert (outcome.finish, job.kind) == ("left", "aborted")
+
+
+def assert_matches(job: Job, text: str) -> None:
+    """A structured output that ended by itself is what its grammar says."""
+    wanted = job.request.params.structured_outputs
+    if wanted is None:
+        return
+    if wanted.regex is not None:
+        assert re.fullmatch(wanted.regex, text)
+    elif wanted.choice is not None:
+        assert text in wanted.choice
+    elif wanted.json is not None:
+        assert isinstance(json.loads(text)["n"], int)
+    else:
+        assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_small_pool_changes_nothing(tiny_llama_folder: Path, depth: int) -> None:
+    """2,000 requests, a quarter of the blocks that the running set needs: the same tokens as with all of them."""
+    count = 2000
+    jobs = make_jobs(count, TINY, seed=7, per_step=0.6)
+    options = {
+        "dtype": "float32",
+        "kernels": "invariant",
+        "block_size": BLOCK,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 96,
+    }
+    # what 32 running sequences need: mean length of the admissible requests in blocks
+    admissible = [job for job in jobs if job.kind != "impossible"]
+    lengths = [len(job.request.prompt_token_ids) + (job.request.params.max_tokens or 0) for job in admissible]
+    needed = 32 * -(-sum(lengths) // len(lengths) // BLOCK)
+    largest = -(-max(lengths) // BLOCK)
+    plenty = make_engine(tiny_llama_folder, num_kv_blocks=needed * 4, **options)
+    expected = run(plenty.core, plenty.compiler, jobs, check=False)
+    assert plenty.core.load().preemptions == 0
+    plenty.core.close()
+
+    scarce = make_engine(tiny_llama_folder, num_kv_blocks=max(needed // 4, largest), pipeline_depth=depth, **options)
+    outcomes = run(scarce.core, scarce.compiler, jobs)
+    assert scarce.core.load().preemptions >= 500
+    assert_right_ends(jobs, outcomes, scarce)
+    for job in admissible:
+        got, wanted = outcomes[job.request.request_id], expected[job.request.request_id]
+        assert (got.token_ids, got.finish) == (wanted.token_ids, wanted.finish)
+    close_clean(scarce)
+
+
+@pytest.mark.slow
+def test_smollm2_on_a_small_pool() -> None:
+    """200 requests on the real model, a quarter of the blocks that the running set needs."""
+    size = LoadSize(vocab_size=49152, short=60, long=300, output=60, over=9000)
+    jobs = make_jobs(200, size, seed=3, per_step=1.0)
+    lengths = [
+        len(job.request.prompt_token_ids) + (job.request.params.max_tokens or 0)
+        for job in jobs
+        if job.kind != "impossible"
+    ]
+    needed = 32 * -(-sum(lengths) // len(lengths) // 16)
+    largest = -(-max(lengths) // 16)
+    engine = make_engine(
+        "smollm2", num_kv_blocks=max(needed // 4, largest), max_num_seqs=32, max_num_batched_tokens=256
+    )
+    outcomes = run(engine.core, engine.compiler, jobs)
+    assert engine.core.load().preemptions > 0
+    assert_right_ends(jobs, outcomes, engine)
+    close_clean(engine)

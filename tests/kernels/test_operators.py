@@ -1,0 +1,193 @@
+"""Every implementation of the operators against the definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.reference_math import error, make_batch, naive_attention, naive_mla, shuffled_tables
+
+from kllm.kernels.operators import ExpertWeights, LatentWeights, Operators, Rotation
+from kllm.kernels.reference import absorbing_is_cheaper
+from kllm.kernels.reference_attention import StepLayout
+from kllm.kernels.registry import get_operators
+
+NAMES = ["reference", "invariant"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+MIXED_ROWS = [(0, 7), (20, 1), (16, 5), (37, 1), (0, 1), (3, 150), (170, 1)]
+
+rows_strategy = st.lists(st.tuples(st.integers(0, 90), st.sampled_from([1, 1, 2, 5, 17, 40])), min_size=1, max_size=6)
+
+
+@pytest.fixture(params=NAMES)
+def ops(request: pytest.FixtureRequest) -> Operators:
+    return get_operators(request.param)
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 48, 32), (5, 130, 65), (33, 64, 96)])
+def test_linear(ops: Operators, dtype: torch.dtype, rows: int, outs: int, ins: int) -> None:
+    x, w, b = randn(0, rows, ins, dtype=dtype), randn(1, outs, ins, dtype=dtype) / ins**0.5, randn(2, outs, dtype=dtype)
+    packed = ops.pack_linear(w)
+    assert (packed.out_features, packed.in_features) == (outs, ins)
+    expected = x.double() @ w.double().T
+    assert error(ops.linear(x, packed), expected) < TOLERANCE[dtype]
+    assert error(ops.linear(x, packed, b), expected + b.double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 48), (300, 96), (7, 3, 33)])
+def test_rms_norm(ops: Operators, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, w = randn(0, *shape, dtype=dtype), randn(1, shape[-1], dtype=dtype)
+    expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
+    assert error(ops.rms_norm(x, w, 1e-5), expected) < TOLERANCE[dtype]
+    sliced = randn(2, 5, 3 * shape[-1], dtype=dtype)[:, shape[-1] : 2 * shape[-1]]
+    assert torch.equal(ops.rms_norm(sliced, w, 1e-5), ops.rms_norm(sliced.contiguous(), w, 1e-5))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_turns_pairs(ops: Operators, interleaved: bool) -> None:
+    x, angle = randn(0, 5, 3, 8), randn(1, 5, 4)
+    pairs = x.view(5, 3, 4, 2) if interleaved else x.view(5, 3, 2, 4).transpose(2, 3)
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(5, 1, 4), angle[:, None])
+    )
+    expected = turned.flatten(2) if interleaved else turned.transpose(2, 3).flatten(2)
+    if interleaved:
+        cos = angle.cos().repeat_interleave(2, 1)
+        sin = torch.stack((-angle.sin(), angle.sin()), -1).flatten(1)
+    else:
+        cos, sin = angle.cos().repeat(1, 2), torch.cat((-angle.sin(), angle.sin()), 1)
+    assert error(ops.rope(x, Rotation(cos[:, None], sin[:, None], interleaved)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_and_embedding(ops: Operators, dtype: torch.dtype) -> None:
+    x = randn(0, 9, 2 * 37, dtype=dtype)
+    gate, up = x.double().chunk(2, -1)
+    assert error(ops.swiglu(x), gate * gate.sigmoid() * up) < TOLERANCE[dtype] * 2
+    table = randn(1, 11, 5, dtype=dtype)
+    assert torch.equal(ops.embedding(torch.tensor([3, 0, 10, 3]), table), table[[3, 0, 10, 3]])
+
+
+def test_write_kv_touches_only_its_slots(ops: Operators) -> None:
+    batch = make_batch([(3, 2), (4, 1)], 4, [[2, 1], [3, 4]])
+    cache = torch.zeros(5, 4, 2, 3)
+    values = randn(0, 3, 2, 3)
+    ops.write_kv(cache, values, batch)
+    assert torch.equal(cache[[2, 1, 4], [3, 0, 0]], values)
+    assert cache.count_nonzero() == values.numel()
+
+
+def gqa_case(rows: list[tuple[int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype, block_tokens: int):
+    lengths = [cached + count for cached, count in rows]
+    tables = shuffled_tables(lengths, block_tokens, torch.Generator().manual_seed(5))
+    batch = make_batch(rows, block_tokens, tables)
+    blocks = sum(map(len, tables)) + 1
+    q = randn(0, sum(count for _, count in rows), heads, size, dtype=dtype)
+    k, v = (randn(s, blocks, block_tokens, kv_heads, size, dtype=dtype) for s in (1, 2))
+    return q, k, v, batch
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (6, 1)])
+def test_attention_over_mixed_rows(ops: Operators, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    q, k, v, batch = gqa_case(MIXED_ROWS, heads, kv_heads, 16, dtype, 16)
+    actual = ops.attention(q, k, v, batch, 0.25)
+    assert actual.dtype == dtype
+    assert error(actual, naive_attention(q, k, v, batch, 0.25)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_decode_rows_only(ops: Operators, dtype: torch.dtype) -> None:
+    q, k, v, batch = gqa_case([(40, 1), (44, 1), (47, 1)], 6, 2, 16, dtype, 16)
+    assert len(StepLayout.of(batch).decode) == 1
+    assert error(ops.attention(q, k, v, batch, 0.25), naive_attention(q, k, v, batch, 0.25)) < TOLERANCE[dtype]
+
+
+@given(rows=rows_strategy, block_tokens=st.sampled_from([1, 5, 16]), name=st.sampled_from(NAMES))
+@settings(max_examples=25, deadline=None)
+def test_attention_any_rows(rows: list[tuple[int, int]], block_tokens: int, name: str) -> None:
+    q, k, v, batch = gqa_case(rows, 4, 2, 8, torch.float32, block_tokens)
+    actual = get_operators(name).attention(q, k, v, batch, 0.3)
+    assert error(actual, naive_attention(q, k, v, batch, 0.3)) < 2e-5
+
+
+def test_attention_takes_strided_queries(ops: Operators) -> None:
+    q, k, v, batch = gqa_case(MIXED_ROWS, 4, 2, 8, torch.float32, 16)
+    wide = torch.cat((q, q), dim=1)
+    assert torch.equal(ops.attention(wide[:, :4], k, v, batch, 0.3), ops.attention(q, k, v, batch, 0.3))
+
+
+def mla_case(rows: list[tuple[int, int]], dtype: torch.dtype):
+    heads, nope, rope, value, rank = 3, 8, 4, 6, 16
+    lengths = [cached + count for cached, count in rows]
+    tables = shuffled_tables(lengths, 16, torch.Generator().manual_seed(5))
+    tokens, blocks = sum(count for _, count in rows), sum(map(len, tables)) + 1
+    q_nope, q_rope = randn(0, tokens, heads, nope, dtype=dtype), randn(1, tokens, heads, rope, dtype=dtype)
+    cache = randn(2, blocks, 16, rank + rope, dtype=dtype)
+    key, up = (randn(s, heads, d, rank, dtype=dtype) / rank**0.5 for s, d in ((3, nope), (4, value)))
+    return q_nope, q_rope, cache, LatentWeights(key, up), make_batch(rows, 16, tables)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("reference", "absorbed"), ("reference", "expanded"), ("reference", "auto"), ("invariant", "auto")],
+)
+def test_mla_forms_agree_with_the_definition(dtype: torch.dtype, name: str, form) -> None:
+    q_nope, q_rope, cache, weights, batch = mla_case(MIXED_ROWS, dtype)
+    expected = naive_mla(q_nope, q_rope, cache, weights.key, weights.value, batch, 0.3)
+    actual = get_operators(name).mla_attention(q_nope, q_rope, cache, weights, batch, 0.3, form)
+    assert error(actual, expected) < TOLERANCE[dtype]
+
+
+def test_mla_choice_follows_cost() -> None:
+    weights = LatentWeights(torch.empty(1, 128, 512), torch.empty(1, 128, 512))
+    q_rope = torch.empty(1, 1, 64)
+    assert absorbing_is_cheaper(1, weights, q_rope)
+    assert absorbing_is_cheaper(170, weights, q_rope)
+    assert not absorbing_is_cheaper(171, weights, q_rope)
+
+
+def test_invariant_mla_has_one_form() -> None:
+    q_nope, q_rope, cache, weights, batch = mla_case([(0, 2)], torch.float32)
+    with pytest.raises(ValueError, match="absorbed"):
+        get_operators("invariant").mla_attention(q_nope, q_rope, cache, weights, batch, 0.3, "expanded")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moe(ops: Operators, dtype: torch.dtype) -> None:
+    hidden, inner, experts, k = 16, 24, 6, 3
+    x = randn(0, 11, hidden, dtype=dtype)
+    gate_up = [randn(10 + e, 2 * inner, hidden, dtype=dtype) / 4 for e in range(experts)]
+    down = [randn(30 + e, hidden, inner, dtype=dtype) / 5 for e in range(experts)]
+    indices = torch.stack([torch.randperm(experts, generator=torch.Generator().manual_seed(t))[:k] for t in range(11)])
+    weights = randn(1, 11, k).abs()
+    expected = torch.zeros(11, hidden, dtype=torch.float64)
+    for token in range(11):
+        for slot in range(k):
+            e = int(indices[token, slot])
+            gate, up = (gate_up[e].double() @ x[token].double()).chunk(2)
+            expected[token] += weights[token, slot] * (down[e].double() @ (gate * gate.sigmoid() * up))
+    packed = ExpertWeights(tuple(map(ops.pack_linear, gate_up)), tuple(map(ops.pack_linear, down)))
+    assert error(ops.moe(x, packed, indices, weights), expected) < TOLERANCE[dtype] * 3
+
+
+def test_expert_scores_are_float32(ops: Operators) -> None:
+    x, gate = randn(0, 5, 16, dtype=torch.bfloat16), randn(1, 7, 16)
+    scores = ops.expert_scores(x, ops.pack_linear(gate))
+    assert scores.dtype == torch.float32
+    assert error(scores, (x.double() @ gate.double().T).sigmoid()) < 1e-5
+
+
+def test_unknown_operators_are_named() -> None:
+    with pytest.raises(ValueError, match="'fast'"):
+        get_operators("fast")
+    assert get_operators("auto").name == "reference"

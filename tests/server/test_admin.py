@@ -1,0 +1,210 @@
+"""Everything around completions: models, tokens, keys, ids, readiness, limits, metrics, clients that leave."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import httpx
+import pytest
+from support.api_server import ApiServer
+
+from kllm.server.responses import LoadResponse, ModelList, TokenizeResponse
+
+TEXT = "/v1/completions"
+
+
+def test_models(client: httpx.Client) -> None:
+    reply = client.get("/v1/models").json()
+    [card] = ModelList.model_validate(reply).data
+    assert (card.id, card.max_model_len, card.owned_by, card.parent) == ("tiny", 512, "kllm", None)
+    assert client.get("/v1/models/tiny").json() == reply["data"][0]
+
+
+def test_tokenize_and_back(client: httpx.Client, server: ApiServer) -> None:
+    reply = TokenizeResponse.model_validate(
+        client.post("/tokenize", json={"prompt": " a€", "return_token_strs": True}).json()
+    )
+    assert reply.tokens == server.tokenizer.encode(" a€")
+    assert (reply.count, reply.max_model_len) == (len(reply.tokens), 512)
+    assert reply.token_strs is not None
+    assert reply.token_strs[0] == "Ġa"
+    assert client.post("/detokenize", json={"tokens": reply.tokens}).json() == {"prompt": " a€"}
+    chat = client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert server.tokenizer.decode(chat["tokens"], False) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_status(client: httpx.Client) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/ready").json() == {"status": "ready"}
+    assert client.get("/version").json()["version"]
+    LoadResponse.model_validate(client.get("/load").json())
+
+
+@pytest.mark.parametrize("given", ["abc-1", "a" * 128, "user@host:1/2"])
+def test_request_id_is_echoed(client: httpx.Client, given: str) -> None:
+    assert client.get("/health", headers={"X-Request-Id": given}).headers["x-request-id"] == given
+    reply = client.post(TEXT, json={"prompt": "say:a"}, headers={"X-Request-Id": given})
+    assert reply.json()["id"] == f"cmpl-{given}"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a" * 129, "a\tb", "<script>"])
+def test_unusable_request_id_is_replaced(client: httpx.Client, given: str) -> None:
+    assert client.get("/health", headers={"X-Request-Id": given}).headers["x-request-id"] not in ("", given)
+
+
+def test_same_request_id_twice_at_once(server: ApiServer) -> None:
+    answers = []
+
+    def ask() -> None:
+        with server.client() as client:
+            answers.append(client.post(TEXT, json={"prompt": "say:abcdefgh", "request_id": "twin"}).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * 4
+
+
+def test_api_keys() -> None:
+    with ApiServer(api_key=["first", "sécond"]) as server, server.client() as client:
+        for key in ("", "Bearer", "Bearer wrong", "Bearer firs", "Basic first", "first", "Bearer first second"):
+            response = client.get("/v1/models", headers={"Authorization": key})
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert client.get("/v1/models").status_code == 401
+        assert client.post(TEXT, content=b"not even JSON").status_code == 401
+        for path in ("/load", "/v1/models/tiny"):
+            assert client.get(path).status_code == 401
+        for path in ("/tokenize", "/detokenize", "/v1/chat/completions"):
+            assert client.post(path, json={}).status_code == 401
+        for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json"):
+            assert client.get(path).status_code == 200
+        for key in ("Bearer first", "bearer first", "Bearer sécond".encode()):
+            assert client.get("/v1/models", headers={"Authorization": key}).status_code == 200
+
+
+def test_before_the_instance_is_ready() -> None:
+    with ApiServer(start=False) as server, server.client() as client:
+        assert client.get("/health").status_code == 200
+        for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("POST", TEXT), ("POST", "/tokenize")):
+            response = client.request(method, path, json={"prompt": "a"} if method == "POST" else None)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+            assert int(response.headers["retry-after"]) > 0
+        assert client.get("/metrics").status_code == 200
+
+
+def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
+    with ApiServer() as server, server.client() as client:
+        server.instance.paused = True
+        answers: list[httpx.Response] = []
+        running = threading.Thread(target=lambda: answers.append(client.post(TEXT, json={"prompt": "say:abc"})))
+        running.start()
+        while server.gateway.in_flight == 0:
+            pass
+        server.app.state.service.draining = True
+        with server.client() as other:
+            assert other.get("/ready").status_code == 503
+            refused = other.post(TEXT, json={"prompt": "a"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        server.instance.paused = False
+        server.call(server.gateway.drain(20))
+        running.join()
+        assert answers[0].json()["choices"][0]["text"] == "abc"
+
+
+def test_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
+    with ApiServer() as server, server.client() as client:
+        with client.stream("POST", TEXT, json={"prompt": "say:forever", "stream": True, "max_tokens": 500}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.instance.paused = True
+            server.call(server.gateway.drain(0))
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
+        assert rest[-1] == "data: [DONE]"
+
+
+def test_full_queue() -> None:
+    with ApiServer(max_queue=1) as server, server.client() as client:
+        server.instance.paused = True
+        with server.client() as other:
+            first = threading.Thread(target=lambda: other.post(TEXT, json={"prompt": "say:abc"}))
+            first.start()
+            while server.gateway.in_flight == 0:
+                pass
+            for stream in (False, True):
+                response = client.post(TEXT, json={"prompt": "a", "stream": stream})
+                assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+                assert int(response.headers["retry-after"]) > 0
+            server.instance.paused = False
+            first.join()
+        assert client.post(TEXT, json={"prompt": "say:a"}).status_code == 200
+        # All outputs of a request are taken, or none.
+        assert client.post(TEXT, json={"prompt": "say:a", "n": 2}).status_code == 429
+        assert server.gateway.in_flight == 0
+
+
+@pytest.mark.parametrize(("stream", "n"), [(False, 1), (True, 1), (False, 3), (True, 3)])
+def test_client_that_leaves_frees_its_work(stream: bool, n: int) -> None:
+    with ApiServer() as server:
+        client = server.client()
+        body = {"prompt": "say:forever", "max_tokens": 500, "stream": stream, "n": n}
+        server.instance.paused = not stream
+        if stream:
+            response = client.send(client.build_request("POST", TEXT, json=body), stream=True)
+            next(response.iter_lines())
+            server.instance.paused = True
+        else:
+            sending = threading.Thread(target=_post_and_be_cut, args=(client, body))
+            sending.start()
+            while server.gateway.in_flight < n:
+                pass
+        _cut(client)
+        assert server.instance.aborted.wait(10)
+        while len(server.instance.aborts) < n:
+            pass
+        assert set(server.instance.aborts) == {request.request_id for request in server.instance.submits}
+        assert server.gateway.in_flight == 0
+        if not stream:
+            sending.join()
+        with server.client() as other:
+            text = other.get("/metrics").text
+        assert f'kllm:request_success_total{{engine="0",finished_reason="abort",model_name="tiny"}} {n}.0' in text
+
+
+def _post_and_be_cut(client: httpx.Client, body: dict[str, object]) -> None:
+    with pytest.raises(httpx.TransportError):
+        client.post(TEXT, json=body)
+
+
+def _cut(client: httpx.Client) -> None:
+    """Close the client's connections under it, as a process that dies does."""
+    import socket
+
+    for connection in client._transport._pool.connections:  # type: ignore[attr-defined]
+        stream = connection._connection._network_stream
+        stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+
+def test_metrics() -> None:
+    with ApiServer(vllm_metrics=True) as server, server.client() as client:
+        client.post(TEXT, json={"prompt": "say:abc"})
+        response = client.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        labels = 'engine="0",model_name="tiny"'
+        for prefix in ("kllm:", "vllm:"):
+            for line in (
+                f"prompt_tokens_total{{{labels}}} 7.0",
+                f"generation_tokens_total{{{labels}}} 4.0",
+                f'request_success_total{{engine="0",finished_reason="stop",model_name="tiny"}} 1.0',
+                f"time_to_first_token_seconds_count{{{labels}}} 1.0",
+                f"inter_token_latency_seconds_count{{{labels}}} 3.0",
+                f"request_queue_time_seconds_sum{{{labels}}} 0.01",
+                f"request_prefill_time_seconds_sum{{{labels}}} 0.02",
+                f'prefix_cache_hits_total{{model_name="tiny",engine="0"}} 4.0',
+                f'instance_restarts_total{{model_name="tiny",engine="0"}} 0.0',
+            ):
+                assert f"\n{prefix}{line}" in response.text

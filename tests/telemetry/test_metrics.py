@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kllm.telemetry.metrics import Metrics
+
+DASHBOARD = """num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens generation_tokens
+request_success time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
+e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
+request_prompt_tokens request_generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions
+cache_config_info instance_restarts""".split()
+
+
+def source() -> SimpleNamespace:
+    load = SimpleNamespace(running=3, waiting=2, kv_usage=0.25, preemptions=1, prefix_queries=9, prefix_hits=4)
+    return SimpleNamespace(load=load, totals=load, restarts=7)
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """(name, finished_reason or le) to value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = sample.labels
+            assert labels["model_name"] == "m"
+            assert labels["engine"] == "0"
+            found[sample.name, labels.get("finished_reason", labels.get("le", ""))] = sample.value
+    return found
+
+
+def test_names_and_prefixes() -> None:
+    metrics = Metrics("m", source(), lambda: {"block_size": "16"}, vllm_names=True)
+    names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
+    for prefix in ("kllm:", "vllm:"):
+        assert {prefix + name for name in DASHBOARD} <= names
+    only_ours = Metrics("m", source(), dict).render().decode()
+    assert "vllm:" not in only_ours
+
+
+def test_figures_of_the_source_are_read_at_scrape_time() -> None:
+    figures = source()
+    metrics = Metrics("m", figures, dict)
+    assert samples(metrics)["kllm:num_requests_running", ""] == 3
+    figures.load.running = 5
+    found = samples(metrics)
+    assert found["kllm:num_requests_running", ""] == 5
+    assert found["kllm:kv_cache_usage_perc", ""] == 0.25
+    assert found["kllm:num_preemptions_total", ""] == 1
+    assert found["kllm:instance_restarts_total", ""] == 7
+
+
+def test_life_of_a_request() -> None:
+    metrics = Metrics("m", source(), dict)
+    request = metrics.request(prompt_tokens=10, arrival=100.0)
+    request.tokens(0, 100.1)
+    request.timings(0.25, 0.5)
+    request.tokens(1, 101.0)
+    request.tokens(2, 101.5)
+    request.end("stop", 102.0)
+    request.end("abort", 103.0)
+    found = samples(metrics)
+    assert found["kllm:time_to_first_token_seconds_sum", ""] == 1.0
+    assert found["kllm:inter_token_latency_seconds_count", ""] == 2
+    assert found["kllm:inter_token_latency_seconds_sum", ""] == 0.5
+    assert found["kllm:request_time_per_output_token_seconds_sum", ""] == 0.25
+    assert found["kllm:e2e_request_latency_seconds_sum", ""] == 2.0
+    assert found["kllm:request_queue_time_seconds_sum", ""] == 0.25
+    assert found["kllm:request_prefill_time_seconds_sum", ""] == 0.5
+    assert found["kllm:request_decode_time_seconds_sum", ""] == 0.5
+    assert found["kllm:request_generation_tokens_sum", ""] == 3
+    assert found["kllm:prompt_tokens_total", ""] == 10
+    assert found["kllm:generation_tokens_total", ""] == 3
+    assert found["kllm:request_success_total", "stop"] == 1
+    assert found["kllm:request_success_total", "abort"] == 0
+
+
+def test_first_push_of_several_tokens_shares_nothing() -> None:
+    metrics = Metrics("m", source(), dict)
+    metrics.request(1, 0.0).tokens(4, 2.0)
+    found = samples(metrics)
+    assert found["kllm:time_to_first_token_seconds_sum", ""] == 2.0
+    assert (found["kllm:inter_token_latency_seconds_count", ""], found["kllm:inter_token_latency_seconds_sum", ""]) == (3, 0)
+
+
+def test_request_without_output() -> None:
+    metrics = Metrics("m", source(), dict)
+    metrics.request(5, 0.0).end("error", 1.0)
+    found = samples(metrics)
+    assert found["kllm:request_success_total", "error"] == 1
+    assert found["kllm:time_to_first_token_seconds_count", ""] == 0
+    assert found["kllm:prompt_tokens_total", ""] == 0
