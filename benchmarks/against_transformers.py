@@ -5,7 +5,8 @@
 Every engine is a process of its own that loads once and then runs a round when told, so that rounds alternate
 (kllm, static, continuous, kllm, …) and a noisy machine disturbs all of them alike; only one works at a time. The
 same random prompts, greedy, exactly output-len tokens, bfloat16, the same number of threads; medians of the rounds.
-transformers lives in the virtual environment that `make oracle` makes.
+transformers lives in the virtual environment that `make oracle` makes. Its `generate_batch` takes its cache anew in
+every call, which is part of its time; `--engines static` leaves it out.
 """
 
 from __future__ import annotations

@@ -129,8 +129,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     arguments = parser.parse_args()
     resolve(arguments.model)
-    server = [time_server(arguments.model) for _ in range(arguments.runs)]
-    offline = [time_offline(arguments.model) for _ in range(arguments.runs)]
+    server, offline = [], []
+    for index in range(arguments.runs):
+        server.append(time_server(arguments.model))
+        offline.append(time_offline(arguments.model))
+        seconds = (server[-1].marks["first token"], offline[-1].marks["first token"])
+        print(f"run {index + 1}: server {seconds[0]:.2f} s, offline {seconds[1]:.2f} s", file=sys.stderr)
     report = {"model": arguments.model, "server": summarise(server), "offline": summarise(offline)}
     print_table(report, Console(stderr=arguments.json))
     if arguments.json:

@@ -15,7 +15,6 @@ Sharing needs no count per block: a request shares blocks of the tree by pinning
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 
 FREE, FILLING, READY, LEAVING = range(4)
@@ -40,7 +39,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._state = bytearray(num_blocks)  # FREE everywhere
-        self._fences: deque[tuple[int, list[int]]] = deque()
+        self._fences: dict[int, list[int]] = {}  # plan id: blocks that are free once it has committed
         self._leaving = 0
         self._reclaim: Callable[[int], list[int]] = lambda count: []
         self._reclaimable: Callable[[], int] = lambda: 0
@@ -98,12 +97,12 @@ class BlockPool:
         for block in leaving:
             self._move(block, FILLING, LEAVING)
         self._leaving += len(leaving)
-        self._fences.append((fence, leaving))
+        self._fences.setdefault(fence, []).extend(leaving)
 
     def passed(self, plan_id: int) -> None:
         """Plan `plan_id` and all before it have committed: their fences fall."""
-        while self._fences and self._fences[0][0] <= plan_id:
-            _, blocks = self._fences.popleft()
+        for fence in [fence for fence in self._fences if fence <= plan_id]:
+            blocks = self._fences.pop(fence)
             self._leaving -= len(blocks)
             for block in blocks:
                 self._move(block, LEAVING, FREE)
@@ -131,6 +130,6 @@ class BlockPool:
         free = set(self._free)
         if len(free) != len(self._free) or free != self.blocks_in(FREE):
             raise BlockStateError("the free list and the states disagree")
-        fenced = [block for _, blocks in self._fences for block in blocks]
+        fenced = [block for blocks in self._fences.values() for block in blocks]
         if len(fenced) != self._leaving or set(fenced) != self.blocks_in(LEAVING):
             raise BlockStateError("the fences and the states disagree")

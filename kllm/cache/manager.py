@@ -12,12 +12,9 @@ Nothing here knows how many bytes a block has or where it lies.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 
 from kllm.cache.block_pool import FILLING, READY, BlockPool
 from kllm.cache.prefix_tree import PrefixCursor, PrefixTree
-
-MATCH_STRIDE = 256  # keys made at a time while matching, so that a short match of a long prompt stays cheap
 
 
 class Holding:
@@ -44,7 +41,7 @@ class KVManager:
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree()
         self.pool.set_reclaimer(self.tree.evict, lambda: self.tree.evictable)
-        self._fenced_cursors: deque[tuple[int, PrefixCursor]] = deque()
+        self._fenced_cursors: dict[int, list[PrefixCursor]] = {}  # by the plan that must commit first
         self._holdings: set[Holding] = set()
 
     # -- capacity --------------------------------------------------------------------------------------------
@@ -56,11 +53,6 @@ class KVManager:
     def available(self) -> int:
         """Blocks that can be had now, cached ones that nobody uses included."""
         return self.pool.available
-
-    @property
-    def soon(self) -> int:
-        """Blocks that can be had when the plans in flight have committed (a lower bound)."""
-        return self.pool.available + self.pool.num_leaving
 
     @property
     def fenced(self) -> bool:
@@ -96,10 +88,10 @@ class KVManager:
         start, end = cursor.depth, limit // self.block_tokens
         while cursor.node.children and cursor.depth < end:
             first = cursor.depth
-            last = min(end, first + MATCH_STRIDE) if first > start else first + 1  # a miss costs one key
-            matched = self.tree.match(cursor, self._keys(tokens, first, last))
+            run = self.tree.ahead(cursor, self._keys(tokens, first, first + 1)[0])  # a miss costs one key
+            matched = self.tree.match(cursor, self._keys(tokens, first, min(first + run, end)))
             holding.blocks += matched
-            if len(matched) < last - first:
+            if not matched or len(matched) < run:
                 break
         return (cursor.depth - start) * self.block_tokens
 
@@ -109,6 +101,10 @@ class KVManager:
         if blocks:
             holding.blocks += blocks
         return blocks
+
+    def capacity(self, holding: Holding) -> int:
+        """The most tokens that grow() has room for now."""
+        return (len(holding.blocks) + self.available) * self.block_tokens
 
     def commit(self, holding: Holding, tokens: array[int], computed: int, fence: int | None) -> list[tuple[int, int]]:
         """The KV of tokens[:computed] is there: full blocks enter the tree.
@@ -142,13 +138,14 @@ class KVManager:
             if fence is None:
                 self.tree.release(holding.cursor)
             else:
-                self._fenced_cursors.append((fence, holding.cursor))
+                self._fenced_cursors.setdefault(fence, []).append(holding.cursor)
 
     def passed(self, plan_id: int) -> None:
         """Plan `plan_id` has committed (plans commit in order)."""
         self.pool.passed(plan_id)
-        while self._fenced_cursors and self._fenced_cursors[0][0] <= plan_id:
-            self.tree.release(self._fenced_cursors.popleft()[1])
+        for fence in [fence for fence in self._fenced_cursors if fence <= plan_id]:
+            for cursor in self._fenced_cursors.pop(fence):
+                self.tree.release(cursor)
 
     def clear(self) -> None:
         """Forget every cached prefix that no request uses."""

@@ -127,6 +127,11 @@ class PrefixTree:
 
     # -- match and insert ------------------------------------------------------------------------------------
 
+    def ahead(self, cursor: PrefixCursor, key: bytes) -> int:
+        """Blocks in the run that continues the cursor's prefix with `key`, 0 if there is none. O(1)."""
+        child = cursor.node.children.get(key)
+        return len(child.blocks) if child is not None else 0
+
     def match(self, cursor: PrefixCursor, keys: list[bytes]) -> list[int]:
         """Advance the cursor over the blocks of the tree that continue its prefix with `keys`.
 

@@ -29,6 +29,7 @@ MAX_STRING = 4 * 1024  # characters of one string in a schema: it may be a patte
 MAX_DEPTH = 64  # of nested objects and arrays in a schema
 MAX_NODES = 10_000  # values in a schema
 MAX_MEMBERS = 900  # of one object in a schema: a mask costs time for every property that may come next
+MAX_INTERSECTED = 8  # patterns that one string may have to match at once: their cost multiplies
 MAX_CACHED = 128  # compiled grammars
 
 _LIMITS = LLParserLimits(
@@ -40,6 +41,7 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+_OWN_ASSERTIONS = frozenset({"pattern", "format", "properties", "items", "prefixItems", "additionalProperties"})
 # llguidance recurses along references, which no nesting limit bounds: 1,000 of them overflow an ordinary stack.
 _COMPILE_STACK_BYTES = 256 * 2**20
 _stack_size_lock = Lock()
@@ -203,7 +205,8 @@ def _to_llguidance(spec: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}')
     if kind == "json":
         _check_schema(text)
-        return LLMatcher.grammar_from_json_schema(text)
+        # oneOf is read as anyOf: a mask cannot tell that a second alternative would match as well.
+        return LLMatcher.grammar_from_json_schema(text, defaults={"coerce_one_of": True})
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "grammar":
@@ -226,7 +229,7 @@ def _check_schema(text: str) -> None:
         raise _invalid("json", f"it is nested more than {MAX_DEPTH} deep") from None
     if not isinstance(schema, dict | bool):
         raise _invalid("json", "a schema must be an object")
-    nodes, depth, level = 0, 0, [schema]
+    nodes, depth, patterns, intersections, level = 0, 0, 0, 0, [schema]
     while level:
         nodes += len(level)
         depth += 1
@@ -236,7 +239,21 @@ def _check_schema(text: str) -> None:
             raise _invalid("json", f"it is nested more than {MAX_DEPTH} deep")
         for node in level:
             _check_node(node)
+            if isinstance(node, dict):
+                patterns += ("pattern" in node) + ("format" in node)
+                intersections += _intersections(node)
         level = [child for node in level for child in _children(node)]
+    if min(patterns, intersections + 1) > MAX_INTERSECTED:
+        raise _invalid("json", f"it may intersect more than {MAX_INTERSECTED} patterns")
+
+
+def _intersections(node: dict[str, Any]) -> int:
+    """How many schemas an instance of this one must match at once, less one."""
+    all_of = node.get("allOf")
+    parts = len(all_of) if isinstance(all_of, list) else 0
+    parts += sum(key in node for key in ("$ref", "anyOf", "oneOf"))
+    parts += not node.keys().isdisjoint(_OWN_ASSERTIONS)
+    return max(0, parts - 1)
 
 
 def _check_node(node: Any) -> None:

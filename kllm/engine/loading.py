@@ -90,13 +90,14 @@ def load_engine(
     from kllm.models.loader import load_model
     from kllm.models.weights import open_checkpoint
 
-    torch.set_num_threads(config.threads or available_cores())
+    torch.set_num_threads(1)  # thousands of small tensors: a second thread costs more in barriers than it saves
     phases.begin("open checkpoint")
     checkpoint = open_checkpoint(source)
     phases.begin("load weights")
-    dtype = getattr(torch, checkpoint.config.get("torch_dtype", "float32") if config.dtype == "auto" else config.dtype)
+    dtype = getattr(torch, checkpoint.config.get("dtype", "float32") if config.dtype == "auto" else config.dtype)
     model = load_model(checkpoint, dtype, get_operators(config.kernels), phases.report)
     max_model_len = min(config.max_model_len or model.max_model_len, model.max_model_len)
+    torch.set_num_threads(config.threads or available_cores())
     phases.begin("allocate KV cache")
     spec = model.kv_spec(config.block_size)
     num_blocks = kv_cache.blocks_within(

@@ -84,9 +84,9 @@ class Scheduler:
         if over is not None:
             reason, stop = over
             return self._delta(sequence, [], finish_reason=reason, stop_reason=stop)
+        leader = self._sequences.get(request.leader or "")
         self._sequences[request.request_id] = sequence
         sequence.held = held
-        leader = self._sequences.get(request.leader or "")
         if leader is not None and leader.computed < leader.num_prompt and self.kv.enable_prefix_caching:
             sequence.state = State.FOLLOWING
             leader.followers.append(sequence)
@@ -175,14 +175,13 @@ class Scheduler:
         """The next step, or None if there is nothing to compute before something commits or arrives."""
         chosen: dict[Sequence, int] = {}
         budget = self.max_tokens_per_step
-        preemptions = self.num_preemptions
         # backlogs only change at the end, so the two passes see the same ones
         lacking = [(sequence, sequence.backlog) for sequence in self._running]
         for decoding in (True, False):
             for sequence, backlog in lacking:
                 if backlog and (backlog == 1) == decoding and budget and sequence.state is State.RUNNING:
                     budget -= self._choose(sequence, budget, chosen)
-        if self.num_preemptions == preemptions:
+        if all(sequence in chosen for sequence, backlog in lacking if backlog):
             self._admit(chosen, budget, now)
         if chosen:
             return self._finalize(chosen)
@@ -202,10 +201,15 @@ class Scheduler:
         returned = 0
         while self.kv.grow(holding, sequence.planned + count) is None:
             victim = self._running[-1]
-            if self.kv.fenced or victim is sequence:
-                return -returned  # room comes with a commit
-            self._preempt(victim)
-            returned += chosen.pop(victim, 0)
+            if self.kv.fenced:  # room comes with a commit; what there is goes to the first, or it could starve
+                count = self.kv.capacity(holding) - sequence.planned
+                if count <= 0:
+                    return -returned
+            elif victim is sequence:
+                return -returned
+            else:
+                self._preempt(victim)
+                returned += chosen.pop(victim, 0)
         chosen[sequence] = count
         return count - returned
 
@@ -214,7 +218,9 @@ class Scheduler:
         gained = self.kv.match(holding, sequence.tokens, len(sequence.tokens) - 1)
         sequence.planned += gained
         sequence.computed += gained
-        self.prefix_hits += gained
+        if sequence.epoch == 0:
+            sequence.cached = min(sequence.cached + gained, sequence.num_prompt)
+            self.prefix_hits += gained
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -241,17 +247,18 @@ class Scheduler:
                 raise RuntimeError("an admitted sequence does not fit: a bug in the scheduler")
 
     def _open(self, sequence: Sequence) -> bool:
-        """Match the prefix cache and see whether all tokens so far fit beside what runs (a block to grow for each).
+        """Match the prefix cache and see whether all tokens so far fit beside what those that run still lack.
 
         A refusal remembers how much room is needed, so that a blocked sequence is not matched again every step."""
-        if self.kv.available < sequence.needs + len(self._running):
+        promised = sum(self._promised(running) for running in self._running)
+        if self.kv.available < sequence.needs + promised:
             return False
         before = self.kv.available
         holding = self.kv.open(sequence.request.cache_salt, sequence.request.adapter)
         limit = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
         matched = self.kv.match(holding, sequence.tokens, limit)
         needs = self.kv.blocks_for(len(sequence.tokens)) - len(holding.blocks)
-        if self.kv.available < needs + len(self._running):
+        if self.kv.available < needs + promised:
             sequence.needs = needs + before - self.kv.available
             self.kv.close(holding)
             return False
@@ -263,6 +270,11 @@ class Scheduler:
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += matched
         return True
+
+    def _promised(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence lacks for the tokens it has, or one to grow."""
+        assert sequence.holding is not None
+        return max(1, self.kv.blocks_for(len(sequence.tokens)) - len(sequence.holding.blocks))
 
     def _finalize(self, chosen: dict[Sequence, int]) -> Plan:
         plan = Plan(self._next_plan, ended=self._ended_rows, remaps=self._remaps)

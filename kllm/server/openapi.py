@@ -49,12 +49,9 @@ def streams(reply: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, d
     return {
         200: {
             "model": reply,
-            "description": "The completion; with stream, server-sent events whose data are chunks or errors.",
-            "content": {
-                "text/event-stream": {
-                    "schema": {"type": "string", "description": f"Each event's data is a {chunk.__name__} or [DONE]."}
-                }
-            },
+            "description": "The completion. With `stream`, server-sent events: the data of each is a "
+            f"{chunk.__name__} or, if generation fails, an ErrorResponse; the data of the last is [DONE].",
+            "content": {"text/event-stream": {}},
         }
     }
 
@@ -66,5 +63,15 @@ def describe(app: FastAPI) -> dict[str, Any]:
         _, definitions = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_REF)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.update(definitions["$defs"])
+        _drop_validation_errors(document)
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _drop_validation_errors(document: dict[str, Any]) -> None:
+    """FastAPI documents a 422 of its own for every parameter; ours are text and cannot be wrong."""
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)

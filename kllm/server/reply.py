@@ -123,7 +123,7 @@ async def streamed_reply(
     except BaseException:
         await pieces.aclose()
         raise
-    return EventStream(events(job, form, first, pieces))
+    return EventStream(events(job, form, first, pieces), pieces)
 
 
 async def events(
@@ -168,24 +168,26 @@ async def _chain(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
 
 
 class EventStream(Response):
-    """Sends events as they come; stops, and closes their source, as soon as the client is gone."""
+    """Sends events as they come. As soon as the client is gone it stops and closes the events and what they are
+    made from, whether or not the first event was ever asked for."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, source: AsyncGenerator[bytes, None], pieces: AsyncGenerator[Piece, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._source = source
+        self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def pump() -> None:
-            async with aclosing(self._source):
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                async for data in self._source:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in self._source:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
-        await until_disconnect(receive, pump())
+        async with aclosing(self._pieces), aclosing(self._source):
+            await until_disconnect(receive, pump())
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from kllm.cluster.gateway import Gateway
@@ -77,7 +78,20 @@ class Service:
         raise ApiError(404, f"The model {name[:200]!r} does not exist.", param="model", code="model_not_found")
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Raises InvalidRequest for text so long that no tokens of it could fit, without tokenising it."""
+        info = self.gateway.info
+        if info is not None and len(text) > info.max_model_len * self._longest_token:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters, more than fit into the model's context of "
+                f"{info.max_model_len} tokens",
+                "prompt",
+                "context_length_exceeded",
+            )
         return await self.workers.run(len(text), self.tokenizer.encode, text, add_special_tokens)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(len(token) for token in self.tokenizer.backend.get_vocab())
 
     async def render_chat(
         self,

@@ -48,7 +48,7 @@ def configure_logs(level: str = "info", stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "asyncio", "filelock", "urllib3"):
+    for noisy in ("uvicorn", "httpx", "httpcore", "asyncio", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

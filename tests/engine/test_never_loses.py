@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.engines import make_engine
 from support.mixed_load import Job, LoadSize, Outcome, make_jobs, run
+from support.tiny_models import write_tiny_llama
 
 from kllm.engine.loading import Engine
 
-TINY = LoadSize(vocab_size=271, short=24, long=140, output=40, over=480)
+TINY = LoadSize(vocab_size=271, short=16, long=64, output=100, over=480)
 BLOCK = 8
 
 
@@ -60,36 +62,59 @@ def assert_matches(job: Job, text: str) -> None:
         assert isinstance(json.loads(text), dict)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_small_pool_changes_nothing(tiny_llama_folder: Path, depth: int) -> None:
-    """2,000 requests, a quarter of the blocks that the running set needs: the same tokens as with all of them."""
-    count = 2000
-    jobs = make_jobs(count, TINY, seed=7, per_step=0.6)
-    options = {
-        "dtype": "float32",
-        "kernels": "invariant",
-        "block_size": BLOCK,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 96,
-    }
-    # what 32 running sequences need: mean length of the admissible requests in blocks
-    admissible = [job for job in jobs if job.kind != "impossible"]
-    lengths = [len(job.request.prompt_token_ids) + (job.request.params.max_tokens or 0) for job in admissible]
-    needed = 32 * -(-sum(lengths) // len(lengths) // BLOCK)
-    largest = -(-max(lengths) // BLOCK)
-    plenty = make_engine(tiny_llama_folder, num_kv_blocks=needed * 4, **options)
-    expected = run(plenty.core, plenty.compiler, jobs, check=False)
-    assert plenty.core.load().preemptions == 0
-    plenty.core.close()
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "kernels": "invariant",
+    "block_size": BLOCK,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 96,
+}
 
-    scarce = make_engine(tiny_llama_folder, num_kv_blocks=max(needed // 4, largest), pipeline_depth=depth, **options)
-    outcomes = run(scarce.core, scarce.compiler, jobs)
-    assert scarce.core.load().preemptions >= 500
-    assert_right_ends(jobs, outcomes, scarce)
-    for job in admissible:
+
+def blocks_needed(jobs: list[Job], block: int) -> tuple[int, int]:
+    """Blocks that 32 running requests of mean length need, and blocks of the longest one."""
+    lengths = [
+        len(job.request.prompt_token_ids) + (job.request.params.max_tokens or 0)
+        for job in jobs
+        if job.kind != "impossible"
+    ]
+    return 32 * -(-sum(lengths) // len(lengths) // block), -(-max(lengths) // block)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As small as a model can be: the scheduling is what is tested."""
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "smallest-llama", **size)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    return make_jobs(2000, TINY, seed=7, per_step=0.6)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, jobs: list[Job]) -> dict[str, Outcome]:
+    """What every request yields when there is room for all."""
+    engine = make_engine(model, num_kv_blocks=4 * blocks_needed(jobs, BLOCK)[0], **OPTIONS)
+    outcomes = run(engine.core, engine.compiler, jobs, check=False)
+    assert engine.core.load().preemptions == 0
+    engine.core.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_small_pool_changes_nothing(model: Path, jobs: list[Job], expected: dict[str, Outcome], depth: int) -> None:
+    """2,000 requests on a quarter of the blocks that the running set needs: the same tokens as with plenty."""
+    needed, largest = blocks_needed(jobs, BLOCK)
+    engine = make_engine(model, num_kv_blocks=max(needed // 4, largest), pipeline_depth=depth, **OPTIONS)
+    outcomes = run(engine.core, engine.compiler, jobs)
+    assert engine.core.load().preemptions >= 500
+    assert_right_ends(jobs, outcomes, engine)
+    for job in jobs:
         got, wanted = outcomes[job.request.request_id], expected[job.request.request_id]
         assert (got.token_ids, got.finish) == (wanted.token_ids, wanted.finish)
-    close_clean(scarce)
+    close_clean(engine)
 
 
 @pytest.mark.slow
@@ -97,13 +122,7 @@ def test_smollm2_on_a_small_pool() -> None:
     """200 requests on the real model, a quarter of the blocks that the running set needs."""
     size = LoadSize(vocab_size=49152, short=60, long=300, output=60, over=9000)
     jobs = make_jobs(200, size, seed=3, per_step=1.0)
-    lengths = [
-        len(job.request.prompt_token_ids) + (job.request.params.max_tokens or 0)
-        for job in jobs
-        if job.kind != "impossible"
-    ]
-    needed = 32 * -(-sum(lengths) // len(lengths) // 16)
-    largest = -(-max(lengths) // 16)
+    needed, largest = blocks_needed(jobs, 16)
     engine = make_engine(
         "smollm2", num_kv_blocks=max(needed // 4, largest), max_num_seqs=32, max_num_batched_tokens=256
     )

@@ -1,12 +1,13 @@
 """What transformers says. Runs in the oracle's own virtual environment and never imports kllm.
 
-    transformers_reference.py tiny ARCHITECTURE FOLDER
-        a random tiny model saved to FOLDER, with FOLDER/reference.safetensors: tokens int64 [N], logits float32 [N, vocab]
-    transformers_reference.py generate INPUT.json OUTPUT.json
-        greedy tokens. Input {"model": folder or .gguf file, "max_tokens": n, "dtype": "float32", "prompts": [[ids], …]},
-        output {"sequences": [{"tokens": [ids], "gaps": [top-1 minus top-2 logit, per token]}, …]}; end of text is ignored.
-    transformers_reference.py logits INPUT.json OUTPUT.safetensors
-        the same input without max_tokens; output "0", "1", …: float32 [prompt length, vocab]
+transformers_reference.py tiny NAME,NAME,… FOLDER
+    random tiny models saved to FOLDER/NAME/, each with a logits.bin in the safetensors format:
+    tokens int64 [N], logits float32 [N, vocab]
+transformers_reference.py generate INPUT.json OUTPUT.json
+    greedy tokens. Input {"model": folder or .gguf file, "max_tokens": n, "dtype": "float32", "prompts": [[ids], …]},
+    output {"sequences": [{"tokens": [ids], "gaps": [top-1 minus top-2 logit, per token]}, …]}; end of text is ignored.
+transformers_reference.py logits INPUT.json OUTPUT.safetensors
+    the same input without max_tokens; output "0", "1", …: float32 [prompt length, vocab]
 """
 
 from __future__ import annotations
@@ -64,25 +65,31 @@ DEEPSEEK: dict[str, Any] = {
 
 
 def tiny_config(architecture: str) -> Any:
-    """The tiny configurations by name; the part before ":" is the architecture."""
+    """The tiny configurations by name; the part before "-" is the architecture."""
     match architecture:
         case "llama":
             return LlamaConfig(**COMMON, num_key_value_heads=2, tie_word_embeddings=True)
-        case "llama:llama3-biases":
+        case "llama-llama3-biases":
             return LlamaConfig(
                 **COMMON, num_key_value_heads=2, rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True
             )
-        case "llama:linear":
+        case "llama-linear":
             linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
             return LlamaConfig(**COMMON, num_key_value_heads=4, head_dim=24, rope_parameters=linear)
         case "qwen3":
             return Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=32)
-        case "qwen3:yarn":
+        case "qwen3-yarn":
             return Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=32, rope_parameters=YARN, attention_bias=True)
         case "deepseek_v3":
             return DeepseekV3Config(**COMMON, **DEEPSEEK)
-        case "deepseek_v3:plain":
-            plain = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None, "attention_bias": True}
+        case "deepseek_v3-plain":
+            plain = {
+                "q_lora_rank": None,
+                "n_group": 1,
+                "topk_group": 1,
+                "rope_parameters": None,
+                "attention_bias": True,
+            }
             return DeepseekV3Config(**COMMON, **{**DEEPSEEK, **plain})
     raise SystemExit(f"no tiny configuration {architecture!r}")
 
@@ -104,7 +111,7 @@ def write_tiny(architecture: str, folder: Path) -> None:
     tokens = torch.randint(0, COMMON["vocab_size"], (TOKENS,))
     model.save_pretrained(folder)
     logits = _logits(model, tokens.tolist())
-    save_file({"tokens": tokens, "logits": logits}, folder / "reference.safetensors")
+    save_file({"tokens": tokens, "logits": logits}, folder / "logits.bin")
 
 
 def write_generated(job: dict[str, Any], output: Path) -> None:
@@ -154,7 +161,8 @@ def _generate(model: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
 def main(command: str, first: str, second: str) -> None:
     match command:
         case "tiny":
-            write_tiny(first, Path(second))
+            for name in first.split(","):
+                write_tiny(name, Path(second) / name)
         case "generate":
             write_generated(json.loads(Path(first).read_text(encoding="utf-8")), Path(second))
         case "logits":

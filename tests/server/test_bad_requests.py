@@ -28,11 +28,15 @@ class Case:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def chat(name: str, says: str, param: str | None = None, status: int = 400, code: str | None = None, **body: Any) -> Case:
+def chat(
+    name: str, says: str, param: str | None = None, status: int = 400, code: str | None = None, **body: Any
+) -> Case:
     return Case(f"chat: {name}", CHAT, {"model": "tiny", "messages": HI, **body}, status, says, param, code)
 
 
-def text(name: str, says: str, param: str | None = None, status: int = 400, code: str | None = None, **body: Any) -> Case:
+def text(
+    name: str, says: str, param: str | None = None, status: int = 400, code: str | None = None, **body: Any
+) -> Case:
     return Case(f"text: {name}", TEXT, {"model": "tiny", "prompt": "hi", **body}, status, says, param, code)
 
 
@@ -102,7 +106,7 @@ CASES = [
     chat("audio out", "'text'", "modalities[1]", modalities=["text", "audio"]),
     chat("echo", "Unrecognized", "echo", echo=True),
     chat("top_logprobs alone", "needs logprobs", "top_logprobs", top_logprobs=2),
-    chat("reserved template variable", "must not set messages", "chat_template_kwargs", chat_template_kwargs={"messages": 1}),
+    chat("template variable", "must not set messages", "chat_template_kwargs", chat_template_kwargs={"messages": 1}),
     text("best_of", "only as much as n", "best_of", best_of=3),
     text("suffix", "input should be ''", "suffix", suffix="x"),
     text("messages", "Unrecognized", "messages", messages=HI),
@@ -118,7 +122,8 @@ CASES = [
     text("id beyond the vocabulary", "outside the vocabulary", "prompt", prompt=[288]),
     text("huge id", "less than", "prompt[0]", prompt=[10**30]),
     text("boolean ids", "valid integer", "prompt[0]", prompt=[True]),
-    text("prompt longer than the model", "context of 512", "prompt", code="context_length_exceeded", prompt="a b" * 400),
+    text("too long for the model", "context of 512", "prompt", code="context_length_exceeded", prompt="a b" * 400),
+    text("far too long", "9000 characters", "prompt", code="context_length_exceeded", prompt="a b" * 3000),
     text("too many prompts", "at most 1024", "prompt", prompt=["a"] * 1025),
     text("too many outputs", "at most 1024", "n", prompt=["a"] * 20, n=100),
     # Numbers.
@@ -132,7 +137,7 @@ CASES = [
     text("max_tokens is negative", "greater than or equal to 0", "max_tokens", max_tokens=-1),
     text("max_tokens is huge", "less than", "max_tokens", max_tokens=2**63),
     text("more than the context", "512", "max_tokens", code="context_length_exceeded", max_tokens=511),
-    chat("max_completion_tokens is zero", "greater than or equal to 1", "max_completion_tokens", max_completion_tokens=0),
+    chat("no output", "greater than or equal to 1", "max_completion_tokens", max_completion_tokens=0),
     text("min_tokens above max_tokens", "must not exceed", "min_tokens", min_tokens=9, max_tokens=3),
     text("negative temperature", "greater than or equal to 0", "temperature", temperature=-0.1),
     text("hot", "less than or equal to 2", "temperature", temperature=2.1),
@@ -174,7 +179,7 @@ CASES = [
     chat("unknown response format", "'json_object'", "response_format.type", response_format={"type": "xml"}),
     chat("no type", "Missing", "response_format.type", response_format={}),
     chat("no schema", "json_schema", "response_format.json_schema", response_format={"type": "json_schema"}),
-    chat("a schema that is text", "valid dictionary", "response_format.json_schema.schema", response_format=schema("x")),
+    chat("text as schema", "valid dictionary", "response_format.json_schema.schema", response_format=schema("x")),
     chat("an impossible schema type", "rainbow", "response_format", response_format=schema({"type": "rainbow"})),
     chat("a deep schema", "64 deep", "response_format", response_format=schema(DEEP_SCHEMA)),
     text("a broken regex", "unclosed group", "structured_outputs", structured_outputs={"regex": "(a"}),

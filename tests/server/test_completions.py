@@ -253,7 +253,7 @@ def test_streamed_logprobs_and_ids_cover_every_token(client: httpx.Client, serve
     whole = chat(client, said, logprobs=True, return_token_ids=True)
     chunks = chat_events(client, said, logprobs=True, return_token_ids=True)
     choices = [chunk["choices"][0] for chunk in chunks]
-    assert sum((choice.get("token_ids", []) for choice in choices), []) == whole["choices"][0]["token_ids"]
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == whole["choices"][0]["token_ids"]
     content = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     assert content == whole["choices"][0]["logprobs"]["content"]
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"] == server.instance.submits[-1].prompt_token_ids
@@ -264,7 +264,7 @@ def test_streamed_echo_equals_the_whole(client: httpx.Client) -> None:
     choices = [chunk["choices"][0] for chunk in text_events(client, "x say:abc", echo=True, logprobs=1)]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     for column, values in whole["logprobs"].items():
-        assert sum((choice["logprobs"][column] for choice in choices), []) == values
+        assert [value for choice in choices for value in choice["logprobs"][column]] == values
 
 
 def test_streamed_choices_are_interleaved_and_complete(client: httpx.Client) -> None:

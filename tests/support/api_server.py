@@ -6,10 +6,12 @@ import asyncio
 import random
 import socket
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import httpx
+from support.scripted_instance import TaskInstance
+from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 from kllm.cluster.gateway import Gateway
 from kllm.config import ServerConfig
@@ -20,8 +22,6 @@ from kllm.server.http_server import HttpServer
 from kllm.tokenization.tokenizer import Tokenizer
 from kllm.transport.link import Link, LinkClosed
 from kllm.transport.memory import memory_pair
-from support.scripted_instance import TaskInstance
-from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class TellingInstance:
     """Answers `say:TEXT` with TEXT, anything else with DEFAULT_ANSWER, at up to `per_step` tokens a step.
 
     `say:forever` never ends by itself; `say:fail` fails after two tokens; `say:refuse` is refused.
-    `aborts` and `submits` are read by tests; `aborted` is set by every Abort.
+    `aborts` and `submits` are read by tests; while `paused` nothing is answered.
     """
 
     def __init__(self, link: Link[Down, Up], tokenizer: Tokenizer, per_step: int) -> None:
@@ -63,7 +63,6 @@ class TellingInstance:
         self.running: dict[str, tuple[Request, list[int], int]] = {}
         self.submits: list[Request] = []
         self.aborts: list[str] = []
-        self.aborted = threading.Event()
         self.paused = False
         self.draining = False
 
@@ -95,7 +94,6 @@ class TellingInstance:
                     for request_id in ids:
                         self.aborts.append(request_id)
                         self.running.pop(request_id, None)
-                    self.aborted.set()
                 case Drain():
                     self.draining = True
 
@@ -198,6 +196,16 @@ class ApiServer:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait, at most 20 s, until the condition holds on the server's loop."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(20):
+                while not condition():  # noqa: ASYNC110 - the condition belongs to others
+                    await asyncio.sleep(0)
+
+        self.call(wait())
 
     def client(self, **headers: str) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30, headers=headers)

@@ -6,11 +6,28 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kllm.telemetry.metrics import Metrics
 
-DASHBOARD = """num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens generation_tokens
-request_success time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
-e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
-request_prompt_tokens request_generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions
-cache_config_info instance_restarts""".split()
+DASHBOARD = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "cache_config_info",
+    "instance_restarts",
+]
 
 
 def source() -> SimpleNamespace:
@@ -81,7 +98,10 @@ def test_first_push_of_several_tokens_shares_nothing() -> None:
     metrics.request(1, 0.0).tokens(4, 2.0)
     found = samples(metrics)
     assert found["kllm:time_to_first_token_seconds_sum", ""] == 2.0
-    assert (found["kllm:inter_token_latency_seconds_count", ""], found["kllm:inter_token_latency_seconds_sum", ""]) == (3, 0)
+    assert (found["kllm:inter_token_latency_seconds_count", ""], found["kllm:inter_token_latency_seconds_sum", ""]) == (
+        3,
+        0,
+    )
 
 
 def test_request_without_output() -> None:
