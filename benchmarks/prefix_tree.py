@@ -149,7 +149,7 @@ def show(result: dict[str, float | int], tokens: int, chunk: int) -> None:
     table.add_row(f"rescan per chunk, last {WINDOW}", f"{result['rescan_ms_last']:.2f} ms")
     table.add_row(
         "rescan over incremental",
-        f"{result['rescan_over_incremental']:.0f} × ({result['rescanned_chunks']} of {result['chunks']} chunks rescanned)",
+        f"{result['rescan_over_incremental']:.0f} × (on {result['rescanned_chunks']} of {result['chunks']} chunks)",
     )
     Console().print(table)
 

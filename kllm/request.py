@@ -58,7 +58,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             raise InvalidRequest("exactly one kind of structured output must be given", "structured_outputs")
         name, value = kinds[0]
         if name == "choice":
-            return name, msgspec.json.encode(value).decode()
+            try:
+                return name, msgspec.json.encode(value).decode()
+            except UnicodeEncodeError:
+                raise InvalidRequest("a choice is not valid Unicode", "structured_outputs") from None
         return name, "" if name == "json_object" else value
 
 

@@ -123,7 +123,7 @@ class EngineCore:
             return delta
         if all(matcher.accept(token) for token in delta.token_ids):
             return delta
-        failed = self.fail(delta.request_id, "a sampled token does not match the grammar")
+        failed = self.fail(delta.request_id, matcher.error or "a sampled token does not match the grammar")
         return failed if failed is not None else delta
 
     def step(self) -> list[Delta]:

@@ -144,7 +144,9 @@ class GrammarMatcher:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher = matcher
+        self._vocab_size = vocab_size
         self._mask_bytes = 4 * -(-vocab_size // 32)
+        self._vocabulary = (1 << vocab_size) - 1
         self._eos_token_ids = eos_token_ids
 
     def mask(self) -> bytes:
@@ -153,11 +155,13 @@ class GrammarMatcher:
         All zero if the matcher has failed because the grammar became too complex on the way; the request
         cannot go on then, and `error` says why.
         """
-        mask = self._matcher.compute_bitmask()[: self._mask_bytes]
-        return bytes(self._mask_bytes) if self.error else mask
+        mask = int.from_bytes(self._matcher.compute_bitmask(), "little") & self._vocabulary
+        return (0 if self._matcher.is_error() else mask).to_bytes(self._mask_bytes, "little")
 
     def accept(self, token: int) -> bool:
         """Advance by a token. False, with nothing changed, if the grammar does not allow it here."""
+        if not 0 <= token < self._vocab_size:
+            return False
         if self._matcher.is_stopped():
             return token in self._eos_token_ids and not self.error
         return bool(self._matcher.try_consume_tokens([token]) == 1)
@@ -227,7 +231,7 @@ def _check_schema(text: str) -> None:
         raise _invalid("json", f"it is not JSON ({error})") from None
     except RecursionError:
         raise _invalid("json", f"it is nested more than {MAX_DEPTH} deep") from None
-    if not isinstance(schema, dict | bool):
+    if not isinstance(schema, dict):
         raise _invalid("json", "a schema must be an object")
     nodes, depth, patterns, intersections, level = 0, 0, 0, 0, [schema]
     while level:

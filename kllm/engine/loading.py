@@ -96,7 +96,9 @@ def load_engine(
     phases.begin("load weights")
     dtype = getattr(torch, checkpoint.config.get("dtype", "float32") if config.dtype == "auto" else config.dtype)
     model = load_model(checkpoint, dtype, get_operators(config.kernels), phases.report)
-    max_model_len = min(config.max_model_len or model.max_model_len, model.max_model_len)
+    max_model_len = config.max_model_len or model.max_model_len
+    if max_model_len > model.max_model_len:
+        raise ValueError(f"max_model_len is {max_model_len}, but the model was made for {model.max_model_len} tokens")
     torch.set_num_threads(config.threads or available_cores())
     phases.begin("allocate KV cache")
     spec = model.kv_spec(config.block_size)

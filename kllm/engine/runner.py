@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kllm.engine.sampler.sampler import Sampler, prompt_logprobs
+from kllm.engine.sampler.sampler import NonFiniteLogits, Sampler, prompt_logprobs
 from kllm.kernels.batch import ForwardBatch, Span
 from kllm.models.interface import KVCache, Model
 from kllm.request import TokenLogprobs
@@ -64,8 +64,12 @@ class ModelRunner:
         ends = np.cumsum(counts)
         if self._prompt_logprobs:
             for step, start, end in zip(plan.steps, starts, ends, strict=True):
-                if step.row in self._prompt_logprobs:
+                if step.row not in self._prompt_logprobs:
+                    continue
+                try:
                     results[step.row].prompt_logprobs = self._score_prompt(step, int(start), hidden[: int(end)])
+                except NonFiniteLogits as error:
+                    results[step.row].error = str(error)
         self._sample(plan, hidden, ends, late, results)
         return StepResult(plan.id, results, time.perf_counter() - started)
 
@@ -157,4 +161,4 @@ class ModelRunner:
             self._length[row] = position + 1
             results[row].token = sampled.token
             results[row].logprobs = sampled.logprobs
-            results[row].error = sampled.error
+            results[row].error = results[row].error or sampled.error

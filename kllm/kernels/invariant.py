@@ -59,7 +59,7 @@ class InvariantOperators(Operators):
     def attention(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: ForwardBatch, scale: float
     ) -> torch.Tensor:
-        return attend(q, k_cache, v_cache, batch, scale, v_cache.shape[3], by_blocks)
+        return attend(q, k_cache, v_cache, batch, scale, v_cache.shape[3])
 
     def mla_attention(
         self,
@@ -78,7 +78,7 @@ class InvariantOperators(Operators):
         absorbed = by_rows(lambda tile: _per_head(tile, weights.key), q_nope, ROW_TILE)
         query = torch.cat((absorbed, q_rope), dim=-1)
         latents = cache.unsqueeze(2)
-        context = attend(query, latents, latents, batch, scale, rank, by_blocks)
+        context = attend(query, latents, latents, batch, scale, rank)
         return by_rows(lambda tile: _per_head(tile, weights.value.transpose(1, 2)), context, ROW_TILE)
 
     def expert_scores(self, x: torch.Tensor, gate: LinearWeight) -> torch.Tensor:

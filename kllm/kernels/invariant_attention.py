@@ -15,8 +15,8 @@ Masked keys add exact zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,10 +24,9 @@ from kllm.kernels.batch import ForwardBatch
 
 QUERY_TILE = 4
 KEY_TILE = 64
-ONES = 8  # columns of ones beside the values; one would do, eight keep rows aligned
+ONES = 8  # columns of ones; one would do, eight suit the product's kernels
 MAX_KEYS = 2**16  # gathered cached tokens per group of query tiles, about
-
-Blockwise = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+BLOCK = 16384  # elements per call of an element-wise function, see kllm.kernels.invariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +35,34 @@ class PairGroup:
 
     queries int64 [n · QUERY_TILE]: token index, or T for places outside the step.
     present int64, targets int64: which of those places are tokens, and which tokens they are.
-    slots int64 [P · KEY_TILE]: cache slot of every key. counts: query tiles that have a j-th key tile.
+    pieces int64 [P · KEY_TILE / unit]: where the keys are, in runs of `unit` cached tokens.
+    counts: query tiles that have a j-th key tile. ones [P, KEY_TILE, ONES].
     diagonal int64 [n]: each query tile's last pair; hidden bool [n, QUERY_TILE, KEY_TILE]: keys it must not see.
     """
 
     queries: torch.Tensor
     present: torch.Tensor
     targets: torch.Tensor
-    slots: torch.Tensor
+    pieces: torch.Tensor
+    unit: int
     counts: list[int]
+    ones: torch.Tensor
     diagonal: torch.Tensor
     hidden: torch.Tensor
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def gather(self, cache: torch.Tensor, name: str) -> torch.Tensor:
+        """[P, KEY_TILE, Hkv, D] in float32; valid until the next call with this name."""
+        runs = cache.view(cache.shape[0] * cache.shape[1] // self.unit, -1)
+        buffer = self.buffer(name, (len(self.pieces), runs.shape[1]), cache.dtype)
+        torch.index_select(runs, 0, self.pieces, out=buffer)
+        return buffer.float().view(-1, KEY_TILE, *cache.shape[2:])
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Memory kept for the step: fresh memory of this size costs page faults in every layer."""
+        if name not in self.buffers:
+            self.buffers[name] = torch.empty(shape, dtype=dtype)
+        return self.buffers[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +85,6 @@ def attend(
     batch: ForwardBatch,
     scale: float,
     value_size: int,
-    blockwise: Blockwise,
 ) -> torch.Tensor:
     """q [T, H, D], caches [blocks, block_tokens, Hkv, D]; values are the first value_size elements of v_cache's
     entries. Computed in float32. Returns [T, H, value_size] in q's type."""
@@ -79,67 +94,58 @@ def attend(
     padded = torch.cat((q.float() * scale, q.new_zeros(1, *q.shape[1:], dtype=torch.float32)))
     out = torch.empty(q.shape[0], q.shape[1], value_size, dtype=torch.float32)
     for group in groups:
-        result = _attend_group(padded, k_cache, v_cache, group, value_size, blockwise)
+        keys = group.gather(k_cache, "keys")
+        values = keys if v_cache is k_cache else group.gather(v_cache, "values")
+        result = _attend_group(padded, keys, values[..., :value_size], group)
         out.index_copy_(0, group.targets, result.index_select(0, group.present))
     return out.to(q.dtype)
 
 
-def _attend_group(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    group: PairGroup,
-    value_size: int,
-    blockwise: Blockwise,
-) -> torch.Tensor:
-    """Returns [n · QUERY_TILE, H, value_size]."""
-    kv_heads = k_cache.shape[2]
-    heads = q.shape[1] // kv_heads
-    query = q.index_select(0, group.queries).view(-1, QUERY_TILE, kv_heads, heads, q.shape[2])
-    query = query.permute(0, 2, 1, 3, 4).reshape(-1, kv_heads, QUERY_TILE * heads, q.shape[2])
-    keys, values = _gather(k_cache, group.slots), _gather(v_cache, group.slots)[..., :value_size]
-    paired = torch.cat([query[:count] for count in group.counts])
-    scores = _products(paired, keys.permute(0, 2, 3, 1))
-    _hide(scores, group, heads)
+def _attend_group(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: PairGroup) -> torch.Tensor:
+    """keys, values [P, KEY_TILE, Hkv, D]. Returns [n · QUERY_TILE, H, D of values]."""
+    kv_heads, size = keys.shape[2:]
+    query = q.index_select(0, group.queries).view(-1, QUERY_TILE, kv_heads, q.shape[1] // kv_heads, size)
+    query = query.permute(2, 0, 1, 3, 4).reshape(kv_heads, len(group.diagonal), -1, size)
+    paired = torch.cat([query[:, :count] for count in group.counts], dim=1)
+    scores = group.buffer("scores", (*paired.shape[:3], KEY_TILE))
+    for head in range(kv_heads):
+        torch.bmm(paired[head], keys[:, :, head].transpose(1, 2), out=scores[head])
+    _exponentials(scores, group)
 
+    partial = group.buffer("partial", (*paired.shape[:3], values.shape[3]))
+    sums = group.buffer("sums", (*paired.shape[:3], ONES))
+    for head in range(kv_heads):
+        torch.bmm(scores[head], values[:, :, head], out=partial[head])
+        torch.bmm(scores[head], group.ones, out=sums[head])
+    total, norm = _over_tiles(partial, group.counts), _over_tiles(sums, group.counts)[..., :1]
+    result = (total / norm).view(kv_heads, len(group.diagonal), QUERY_TILE, -1, values.shape[3])
+    return result.permute(1, 2, 0, 3, 4).reshape(-1, q.shape[1], values.shape[3])
+
+
+def _exponentials(scores: torch.Tensor, group: PairGroup) -> None:
+    """Scores [Hkv, P, QUERY_TILE · G, KEY_TILE] to exp(score - largest of the query), 0 where hidden; in place."""
+    last = scores.index_select(1, group.diagonal)
+    by_query = last.view(*last.shape[:2], QUERY_TILE, -1, KEY_TILE)
+    by_query.masked_fill_(group.hidden[:, :, None, :], float("-inf"))
+    scores.index_copy_(1, group.diagonal, last)
     starts = _starts(group.counts)
-    top = scores[: group.counts[0]].amax(-1, keepdim=True)
+    top = scores[:, : group.counts[0]].amax(-1, keepdim=True)
     for start, count in starts[1:]:
-        top[:count] = torch.maximum(top[:count], scores[start : start + count].amax(-1, keepdim=True))
+        tile_top = scores[:, start : start + count].amax(-1, keepdim=True)
+        top[:, :count] = torch.maximum(top[:, :count], tile_top)
     for start, count in starts:
-        scores[start : start + count] -= top[:count]
-    weights = blockwise(torch.exp, scores)
+        scores[:, start : start + count] -= top[:, :count]
+    for part in scores.view(-1).split(BLOCK):  # whole vectors: KEY_TILE is a multiple of every vector loop
+        part.exp_()
 
-    summed = torch.empty(values.shape[0], kv_heads, KEY_TILE, value_size + ONES)
-    summed[..., :value_size] = values.transpose(1, 2)
-    summed[..., value_size:] = 1
-    partial = _products(weights, summed)
-    total = partial[: group.counts[0]]
+
+def _over_tiles(partial: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Sum over each query tile's key tiles, in ascending order: [Hkv, P, ...] to [Hkv, n, ...]; changes partial."""
+    starts = _starts(counts)
+    total = partial[:, : counts[0]]
     for start, count in starts[1:]:
-        total[:count] += partial[start : start + count]
-    result = total[..., :value_size] / total[..., value_size : value_size + 1]
-    result = result.view(-1, kv_heads, QUERY_TILE, heads, value_size).permute(0, 2, 1, 3, 4)
-    return result.reshape(-1, kv_heads * heads, value_size)
-
-
-def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[P, Hkv, m, k] times [P, Hkv, k, n]."""
-    product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1))
-    return product.view(*a.shape[:3], b.shape[3])
-
-
-def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[P, KEY_TILE, Hkv, D] in float32."""
-    entries = cache.view(-1, *cache.shape[2:]).index_select(0, slots)
-    return entries.float().view(-1, KEY_TILE, *cache.shape[2:])
-
-
-def _hide(scores: torch.Tensor, group: PairGroup, heads: int) -> None:
-    """-inf where a query must not look; scores [P, Hkv, QUERY_TILE · heads, KEY_TILE]."""
-    last = scores.index_select(0, group.diagonal)
-    by_query = last.view(last.shape[0], last.shape[1], QUERY_TILE, heads, KEY_TILE)
-    by_query.masked_fill_(group.hidden[:, None, :, None, :], float("-inf"))
-    scores.index_copy_(0, group.diagonal, last)
+        total[:, :count] += partial[:, start : start + count]
+    return total
 
 
 def _starts(counts: list[int]) -> list[tuple[int, int]]:
@@ -181,19 +187,28 @@ def _group(batch: ForwardBatch, tiles: list[_QueryTile]) -> PairGroup:
     token = torch.tensor([tile.first_token for tile in tiles])[:, None] + torch.arange(QUERY_TILE)
     inside = (position >= torch.tensor([tile.span_first for tile in tiles])[:, None]) & (position <= last[:, None])
     key_position = (key_tiles - 1)[:, None] * KEY_TILE + torch.arange(KEY_TILE)
+    pieces = torch.cat([_pieces(batch, rows[:count], last[:count], j) for j, count in enumerate(counts)])
     return PairGroup(
         queries=torch.where(inside, token, batch.positions.shape[0]).flatten(),
         present=inside.flatten().nonzero().squeeze(1),
         targets=token[inside],
-        slots=torch.cat([_key_slots(batch, rows[:count], last[:count], j) for j, count in enumerate(counts)]),
+        pieces=pieces,
+        unit=_unit(batch),
         counts=counts,
+        ones=torch.ones(sum(counts), KEY_TILE, ONES),
         diagonal=first_pair[key_tiles - 1] + torch.arange(len(tiles)),
         hidden=key_position[:, None, :] > position[:, :, None],
     )
 
 
-def _key_slots(batch: ForwardBatch, rows: torch.Tensor, last: torch.Tensor, tile: int) -> torch.Tensor:
-    """Slots of key tile `tile` of these rows, flat; positions after the row's last token repeat that token."""
-    position = torch.minimum(tile * KEY_TILE + torch.arange(KEY_TILE), last[:, None])
-    block = batch.tables[rows[:, None], position // batch.block_tokens]
-    return (block * batch.block_tokens + position % batch.block_tokens).flatten()
+def _unit(batch: ForwardBatch) -> int:
+    """Cached tokens that lie together both in a block and in a key tile."""
+    return math.gcd(batch.block_tokens, KEY_TILE)
+
+
+def _pieces(batch: ForwardBatch, rows: torch.Tensor, last: torch.Tensor, tile: int) -> torch.Tensor:
+    """Runs of key tile `tile` of these rows, flat; runs after the row's last token repeat the run it is in."""
+    unit = _unit(batch)
+    run = torch.minimum(tile * (KEY_TILE // unit) + torch.arange(KEY_TILE // unit), last[:, None] // unit)
+    per_block = batch.block_tokens // unit
+    return (batch.tables[rows[:, None], run // per_block] * per_block + run % per_block).flatten()

@@ -95,7 +95,7 @@ class ReferenceOperators(Operators):
 def swap_pairs(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """The two elements of each rotary pair exchanged; x [..., D]."""
     if interleaved:
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
     half = x.shape[-1] // 2
     return torch.cat((x[..., half:], x[..., :half]), dim=-1)
 

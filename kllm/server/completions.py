@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -77,14 +78,14 @@ class CompletionFormat:
         self._given = body.prompt
         self._asked_prompt_logprobs = body.prompt_logprobs is not None
         self._job = job
-        self._offsets: dict[int, int] = {}  # by choice: length of the text sent so far
+        self._offsets: dict[int, int] = {}  # by choice: where the text of its next token starts, for logprobs
         self._entries: dict[int, list[TokenLogprobs | None]] = {}  # of prompts, by their first choice
 
     def opening(self, piece: Piece) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         if not self._echo:
             return None, {}
         text = self._prompt_text(piece.index)
-        self._offsets[piece.index] = len(text)
+        self._next_offset(piece.index, self._prompt(piece.index))
         logprobs = None
         if piece.prompt_logprobs is not None:
             self._entries[piece.index] = piece.prompt_logprobs
@@ -103,8 +104,7 @@ class CompletionFormat:
         else:
             if not (piece.text or finished or self._ids or (self._top is not None and piece.logprobs)):
                 return None
-            offset = self._offsets.get(piece.index, 0)
-            self._offsets[piece.index] = offset + len(piece.text)
+            offset = self._next_offset(piece.index, piece.token_ids)
             choice = self._choice(piece.index, piece.text, self._logprobs(piece, offset), piece.token_ids)
         choice["finish_reason"] = piece.finish_reason
         if finished:
@@ -148,6 +148,14 @@ class CompletionFormat:
         if self._top is None or piece.logprobs is None:
             return None
         return completion_logprobs(self._texts, piece.logprobs, piece.token_ids, self._top, offset)
+
+    def _next_offset(self, index: int, token_ids: Sequence[int]) -> int:
+        """Where the text of these tokens starts in the choice. Tokens count as they are shown one by one, as in a
+        whole reply: their text may be sent later than they are (stop strings, characters of several tokens)."""
+        start = self._offsets.get(index, 0)
+        if self._top is not None:
+            self._offsets[index] = start + sum(len(self._texts.text(token)) for token in token_ids)
+        return start
 
     def _first(self, index: int) -> int:
         """The choice that computes the prompt of this one, and its log-probabilities."""

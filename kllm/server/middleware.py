@@ -14,7 +14,7 @@ from kllm.telemetry.logs import fields
 
 logger = logging.getLogger("kllm.server")
 
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/load"})  # polled by machines
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/load", "/v1/models"})  # polled by machines
 CLIENT_GONE = 499  # what the log says of requests whose client left; nobody receives it
 
 
@@ -59,7 +59,7 @@ class RequestLog:
 
 def _log(scope: Scope, request_id: str, status: int, seconds: float) -> None:
     path = scope["path"]
-    level = logging.DEBUG if path in QUIET_PATHS and status < 400 else logging.INFO
+    level = logging.DEBUG if path in QUIET_PATHS and status in (200, 503) else logging.INFO
     if logger.isEnabledFor(level):
         logger.log(
             level,

@@ -126,11 +126,10 @@ def in_state(pool: BlockPool, state: int) -> int:
 def test_a_wrong_transition_raises(state: int, operation: str) -> None:
     pool = BlockPool(4)
     block = in_state(pool, state)
+    arguments = ([block], 7) if operation == "retire" else ([block],)
+    move = pool.release if operation == "retire" else getattr(pool, operation)
     with pytest.raises(BlockStateError, match=f"block {block} is "):
-        if operation == "retire":
-            pool.release([block], 7)
-        else:
-            getattr(pool, operation)([block])
+        move(*arguments)
     assert block in pool.blocks_in(state)
     pool.check()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import dataclass
 
 import pytest
 
@@ -206,42 +207,54 @@ def test_check_notices_a_block_in_two_holdings() -> None:
         kv.check()
 
 
+@dataclass
+class Open:
+    """A request of the random test."""
+
+    tenant: str
+    tokens: array[int]
+    holding: Holding
+    computed: int
+
+    def prefix(self, index: int) -> tuple[object, ...]:
+        """What the KV of its block `index` depends on."""
+        return (self.tenant, *self.tokens[: (index + 1) * WIDTH])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_requests_always_find_the_blocks_of_their_own_tokens(seed: int) -> None:
-    """written[block] is the prefix whose KV lies there; three plans may be in flight."""
+    """written[block] is the prefix whose KV lies there. Up to three plans are in flight; number `plan` commits next."""
     rng = random.Random(seed)
     kv = KVManager(40, WIDTH)
-    written: dict[int, tuple[int, ...]] = {}
-    open_: list[tuple[Holding, array[int], int]] = []
+    written: dict[int, tuple[object, ...]] = {}
+    requests: list[Open] = []
     plan = 0
     for _ in range(1500):
         action = rng.random()
-        if action < 0.3 and len(open_) < 8:
+        if action < 0.3 and len(requests) < 8:
             tokens = tokens_of(*(rng.randrange(3) for _ in range(rng.randrange(1, 9))), tail=rng.randrange(WIDTH))
-            holding = kv.open(salt := rng.choice(("", "s")))
-            computed = kv.match(holding, tokens, len(tokens) - 1)
-            assert all(written[b][0] == len(salt) for b in holding.blocks)
-            open_.append((holding, tokens, computed))
-        elif action < 0.8 and open_:
-            index = rng.randrange(len(open_))
-            holding, tokens, computed = open_[index]
-            upto = min(len(tokens), computed + rng.randrange(1, 10))
-            if kv.grow(holding, upto) is None:
+            holding = kv.open(tenant := rng.choice(("", "salt")))
+            requests.append(Open(tenant, tokens, holding, kv.match(holding, tokens, len(tokens) - 1)))
+        elif action < 0.8 and requests:
+            request = rng.choice(requests)
+            upto = min(len(request.tokens), request.computed + rng.randrange(1, 10))
+            if kv.grow(request.holding, upto) is None:
                 continue
-            salt_size = written[holding.blocks[0]][0] if holding.shared else rng.choice((0,))
-            for i in range(holding.shared, len(holding.blocks)):
-                written[holding.blocks[i]] = (salt_size, *tokens[: (i + 1) * WIDTH])
-            kv.commit(holding, tokens, upto, rng.choice((None, plan + rng.randrange(3))))
-            open_[index] = (holding, tokens, upto)
-            for i in range(upto // WIDTH):
-                assert written[holding.blocks[i]][1:] == tuple(tokens[: (i + 1) * WIDTH])
-        elif action < 0.95 and open_:
-            kv.close(open_.pop(rng.randrange(len(open_)))[0], rng.choice((None, plan + rng.randrange(3))))
+            for index in range(request.holding.shared, len(request.holding.blocks)):
+                written[request.holding.blocks[index]] = request.prefix(index)
+            kv.commit(request.holding, request.tokens, upto, rng.choice((None, plan + rng.randrange(3))))
+            request.computed = upto
+        elif action < 0.95 and requests:
+            request = requests.pop(rng.randrange(len(requests)))
+            kv.close(request.holding, rng.choice((None, plan + rng.randrange(3))))
         else:
             kv.passed(plan)
             plan += 1
         kv.check()
-    for holding, _, _ in open_:
-        kv.close(holding)
+        for request in requests:
+            for index in range(request.computed // WIDTH):
+                assert written[request.holding.blocks[index]] == request.prefix(index)
+    for request in requests:
+        kv.close(request.holding)
     kv.passed(plan + 3)
     assert kv.available == 40

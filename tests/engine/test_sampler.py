@@ -165,7 +165,7 @@ def test_a_tiny_repetition_penalty_does_not_overflow():
 
 
 def test_bad_words_match_the_output_only():
-    params = SamplingParams(temperature=0.0, bad_words_token_ids=((1, 2, 3), (3,)[:0] + (5, 6)))
+    params = SamplingParams(temperature=0.0, bad_words_token_ids=((1, 2, 3), (5, 6)))
     logits = torch.zeros(1, V)
     logits[0, 3], logits[0, 4] = 2.0, 1.0
     assert run(params, logits, prompt=[1, 2])[0].token == 3

@@ -115,9 +115,14 @@ def write_tiny(architecture: str, folder: Path) -> None:
 
 
 def write_generated(job: dict[str, Any], output: Path) -> None:
-    """Every prompt alone, so that no padding takes part."""
+    """Prompts of one length together, so that no padding takes part."""
     model = load(job["model"], job.get("dtype", "float32"))
-    sequences = [_generate(model, prompt, job["max_tokens"]) for prompt in job["prompts"]]
+    sequences: list[dict[str, Any]] = [{} for _ in job["prompts"]]
+    for length in sorted({len(prompt) for prompt in job["prompts"]}):
+        places = [i for i, prompt in enumerate(job["prompts"]) if len(prompt) == length]
+        generated = _generate(model, [job["prompts"][i] for i in places], job["max_tokens"])
+        for place, sequence in zip(places, generated, strict=True):
+            sequences[place] = sequence
     output.write_text(json.dumps({"sequences": sequences}), encoding="utf-8")
 
 
@@ -144,18 +149,20 @@ def _logits(model: Any, prompt: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _generate(model: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    tokens: list[int] = []
-    gaps: list[float] = []
-    inputs, cache = torch.tensor([prompt]), None
+def _generate(model: Any, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+    """prompts: of one length."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    gaps: list[list[float]] = [[] for _ in prompts]
+    inputs, cache = torch.tensor(prompts), None
     for _ in range(max_tokens):
         result = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = result.past_key_values
-        best = result.logits[0, -1].float().topk(2)
-        tokens.append(int(best.indices[0]))
-        gaps.append(float(best.values[0] - best.values[1]))
-        inputs = torch.tensor([tokens[-1:]])
-    return {"tokens": tokens, "gaps": gaps}
+        best = result.logits[:, -1].float().topk(2)
+        inputs = best.indices[:, :1]
+        for i in range(len(prompts)):
+            tokens[i].append(int(inputs[i, 0]))
+            gaps[i].append(float(best.values[i, 0] - best.values[i, 1]))
+    return [{"tokens": t, "gaps": g} for t, g in zip(tokens, gaps, strict=True)]
 
 
 def main(command: str, first: str, second: str) -> None:

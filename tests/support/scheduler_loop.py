@@ -111,6 +111,7 @@ class SchedulerLoop:
         self.clients: dict[str, Client] = {}
         self.plans: list[Plan] = []
         self.commits = 0
+        self.ended: list[str] = []  # request ids in the order of their last deltas
         self._in_flight: list[tuple[Plan, dict[int, str]]] = []
         self._row_owner: dict[int, str] = {}
         self._first: tuple[Sequence, int, int] | None = None  # of all, its epoch, its tokens planned
@@ -141,8 +142,13 @@ class SchedulerLoop:
 
     def _take(self, delta: Delta | None) -> None:
         if delta is not None:
-            self.clients[delta.request_id].take(delta)
+            self._give(delta)
         self.scheduler.check()
+
+    def _give(self, delta: Delta) -> None:
+        self.clients[delta.request_id].take(delta)
+        if delta.finish_reason is not None:
+            self.ended.append(delta.request_id)
 
     # -- the step loop ---------------------------------------------------------------------------------------
 
@@ -171,9 +177,9 @@ class SchedulerLoop:
         deltas = self.scheduler.commit(result, self.now)
         self.runner.committed(plan.id)
         self.commits += 1
-        self.scheduler.check()
         for delta in deltas:
-            self.clients[delta.request_id].take(delta)
+            self._give(delta)
+        self.scheduler.check()
         self._check_first_gets_on()
         return deltas
 

@@ -30,9 +30,11 @@ def extend_hash(prefix: int, token: int) -> int:
     return (prefix * 6364136223846793005 + token + 1442695040888963407) & _MASK
 
 
-def draw(prefix: int, seed: int, vocab_size: int, allowed: Callable[[int], bool] = lambda token: True) -> int:
+def draw(prefix: int, seed: int, vocab_size: int, allowed: Callable[[int], bool] | None = None) -> int:
     """The token sampled after a prefix."""
     number = extend_hash(extend_hash(prefix, seed), 0x9E3779B9) >> 16
+    if allowed is None:
+        return number % vocab_size
     choices = [token for token in range(vocab_size) if allowed(token)]
     return choices[number % len(choices)]
 
@@ -63,7 +65,7 @@ def reference_output(
     outputs: list[int] = []
     while True:
         mask = grammar_mask(len(outputs), vocab_size, eos) if structured else None
-        token = draw(prefix, params.seed or 0, vocab_size, mask_allows(mask) if mask else lambda token: True)
+        token = draw(prefix, params.seed or 0, vocab_size, mask_allows(mask) if mask else None)
         prefix = extend_hash(prefix, token)
         outputs.append(token)
         if len(outputs) >= params.min_tokens:
@@ -230,7 +232,7 @@ class SimulatedRunner:
         assert step.bind == (step.sample and row.params.structured_outputs is not None)
         if step.sample:
             mask = late.masks.get(step.row) if step.bind else None
-            allowed = mask_allows(mask) if mask is not None else lambda token: True
+            allowed = mask_allows(mask) if mask is not None else None
             result.token = draw(row.last_hash, row.seed, self.vocab_size, allowed)
             if row.params.logprobs is not None:
                 result.logprobs = TokenLogprobs(result.token, -1.0, 1)
@@ -244,10 +246,8 @@ class SimulatedRunner:
             held += self._slots[block * width : (block + 1) * width]
         if held[: job.start] != job.row.hashes[: job.start]:
             wrong = next(i for i in range(job.start) if held[i] != job.row.hashes[i])
-            raise AssertionError(
-                f"{job.row.request_id}: block {job.blocks[wrong // width]} (index {wrong // width}) does not hold the KV "
-                f"of position {wrong}"
-            )
+            block = job.blocks[wrong // width]
+            raise AssertionError(f"{job.row.request_id}: block {block} does not hold the KV of position {wrong}")
 
     def _prompt_logprobs(self, row: Row, start: int, end: int) -> list[TokenLogprobs] | None:
         """Of the prompt tokens after those computed here."""

@@ -39,7 +39,7 @@ def describe(logprobs: Tensor, tokens: Sequence[int], num_top: Sequence[int]) ->
     """
     index = torch.tensor(tokens, device=logprobs.device).unsqueeze(1)
     own = logprobs.gather(1, index)
-    ranks = (logprobs >= own).sum(dim=-1).tolist()
+    ranks = torch.count_nonzero(logprobs >= own, dim=-1).tolist()
     if 0 in ranks:  # NaN compares false even with itself
         raise NonFiniteLogits("the model's logits are not finite")
     tops = _tops(logprobs, num_top)
@@ -55,7 +55,7 @@ def _tops(logprobs: Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, flo
         return [()] * len(num_top)
     values, indices = logprobs.topk(most, dim=-1)
     # Where more tokens than asked for are as likely as the last, which of them topk returns is arbitrary.
-    crowded = ((logprobs >= values[:, -1:]).sum(dim=-1) > most).tolist()
+    crowded = (torch.count_nonzero(logprobs >= values[:, -1:], dim=-1) > most).tolist()
     out = []
     for i, (ids, best) in enumerate(zip(indices.tolist(), values.tolist(), strict=True)):
         if crowded[i]:

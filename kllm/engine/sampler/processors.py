@@ -17,6 +17,9 @@ from torch import Tensor
 
 from kllm.engine.sampler.row import Ids, RowState
 
+# What a byte of a bitmask adds to eight logits: adding is several times faster than filling under a mask.
+_BYTE_PENALTIES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little"), 0.0, -np.inf)
+_BYTE_PENALTIES = _BYTE_PENALTIES.astype(np.float32).reshape(256, 8)
 _HIGHEST = torch.finfo(torch.float32).max
 
 
@@ -56,11 +59,9 @@ def _apply_masks(logits: Tensor, batch: Sequence[BatchRow]) -> None:
     for _, mask in masked:
         if len(mask) != mask_bytes:
             raise ValueError(f"a grammar mask must have {mask_bytes} bytes, got {len(mask)}")
-    packed = np.frombuffer(b"".join(mask for _, mask in masked), np.uint8).reshape(len(masked), mask_bytes)
-    allowed = np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
-    indices = torch.tensor([index for index, _ in masked], device=logits.device)
-    forbidden = torch.from_numpy(~allowed).to(logits.device)
-    logits[indices] = logits[indices].masked_fill_(forbidden, -torch.inf)
+    for index, mask in masked:
+        penalties = _BYTE_PENALTIES[np.frombuffer(mask, np.uint8)].reshape(-1)[:vocab_size]
+        logits[index] += _to(logits, penalties)
 
 
 def _keep_allowed(logits: Tensor, batch: Sequence[BatchRow]) -> None:

@@ -122,4 +122,5 @@ class Sampler:
 
 def _select(logits: Tensor, batch: Sequence[BatchRow]) -> Tensor:
     """A copy of the logits of these rows."""
-    return logits[torch.tensor([row.index for row in batch], device=logits.device)]
+    # Not logits[indices], which takes 20 times as long on the CPU.
+    return logits.index_select(0, torch.tensor([row.index for row in batch], device=logits.device))

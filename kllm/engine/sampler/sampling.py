@@ -103,10 +103,10 @@ def _cut_top_k(logits: Tensor, rows: Sequence[RowState]) -> None:
         return
     k = torch.tensor([rows[i].top_k for i in chosen], device=logits.device)
     where = torch.tensor(chosen, device=logits.device)
-    part = logits[where]
+    part = logits.index_select(0, where)
     best = part.topk(int(k.max()), dim=-1).values
     kth = best.gather(1, (k - 1).unsqueeze(1))
-    logits[where] = part.masked_fill_(part < kth, -torch.inf)
+    logits.index_copy_(0, where, part.masked_fill_(part < kth, -torch.inf))
 
 
 def _column(logits: Tensor, values: Sequence[float]) -> Tensor:
