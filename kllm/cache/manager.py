@@ -102,10 +102,6 @@ class KVManager:
             holding.blocks += blocks
         return blocks
 
-    def capacity(self, holding: Holding) -> int:
-        """The most tokens that grow() has room for now."""
-        return (len(holding.blocks) + self.available) * self.block_tokens
-
     def commit(self, holding: Holding, tokens: array[int], computed: int, fence: int | None) -> list[tuple[int, int]]:
         """The KV of tokens[:computed] is there: full blocks enter the tree.
 

@@ -17,7 +17,7 @@ from kllm.scheduling.queue_policy import POLICIES
 from kllm.scheduling.scheduler import Scheduler
 from kllm.tokenization.tokenizer import Tokenizer
 
-DEFAULT_DEPTH = 1  # on CPUs planning and computing share the cores; benchmarks/pipeline_depth.py compares
+DEFAULT_DEPTH = 1  # on CPUs planning and computing share the cores: compare with `kllm bench throughput --pipeline-depth 2`
 
 Progress = Callable[[str, float], None]
 

@@ -7,6 +7,7 @@ link closes. The link is its life line: when the gateway dies, the instance ends
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -53,6 +54,8 @@ async def serve(address: str, config: EngineConfig) -> int:
         _tell(link, Failed(error=message))
         link.close()
         return EXIT_FAILED
+    gc.collect()
+    gc.freeze()  # modules and weights stay: collections in the step loop need not walk them
     hello = Hello(
         instance_id=f"instance-{os.getpid()}",
         incarnation=uuid.uuid4().hex,

@@ -19,6 +19,8 @@ def load_model(
 
     progress: called with a phase and the share of the weights read so far, 0 to 1.
     Raises WeightError for an architecture, a config value or a tensor that cannot be used."""
-    load = find_loader(checkpoint.config)
+    load = find_loader(checkpoint)
     with torch.no_grad():
-        return load(ModelConfig(checkpoint.config), TensorReader(checkpoint, dtype, operators, progress))
+        return load(
+            ModelConfig(checkpoint.config, checkpoint.config_file), TensorReader(checkpoint, dtype, operators, progress)
+        )

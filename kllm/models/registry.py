@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from kllm.models import deepseek_v3, llama, qwen3
 from kllm.models.interface import Model
 from kllm.models.layers.tensors import TensorReader
 from kllm.models.model_config import ModelConfig
-from kllm.models.weights.interface import WeightError
+from kllm.models.weights.interface import Checkpoint, WeightError
 
 Loader = Callable[[ModelConfig, TensorReader], Model]
 
@@ -26,8 +25,9 @@ _BY_MODEL_TYPE: dict[str, Loader] = {
 }
 
 
-def find_loader(config: dict[str, Any]) -> Loader:
+def find_loader(checkpoint: Checkpoint) -> Loader:
     """By `architectures`, else by `model_type`. Raises WeightError naming what the checkpoint says it is."""
+    config, file = checkpoint.config, checkpoint.config_file
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         architectures = [architectures]
@@ -39,5 +39,5 @@ def find_loader(config: dict[str, Any]) -> Loader:
         return _BY_MODEL_TYPE[model_type]
     named = ", ".join(map(str, architectures)) or model_type
     if not named:
-        raise WeightError("config: neither architectures nor model_type says what the model is")
-    raise WeightError(f"config: architecture {named} is not supported (only {', '.join(_BY_ARCHITECTURE)})")
+        raise WeightError(f"{file}: neither architectures nor model_type says what the model is")
+    raise WeightError(f"{file}: architecture {named} is not supported (only {', '.join(_BY_ARCHITECTURE)})")

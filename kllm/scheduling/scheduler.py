@@ -181,6 +181,7 @@ class Scheduler:
             for sequence, backlog in lacking:
                 if backlog and (backlog == 1) == decoding and budget and sequence.state is State.RUNNING:
                     budget -= self._choose(sequence, budget, chosen)
+        # nobody is admitted in a step in which one that runs lacks room or was preempted
         if all(sequence in chosen for sequence, backlog in lacking if backlog):
             self._admit(chosen, budget, now)
         if chosen:
@@ -201,15 +202,10 @@ class Scheduler:
         returned = 0
         while self.kv.grow(holding, sequence.planned + count) is None:
             victim = self._running[-1]
-            if self.kv.fenced:  # room comes with a commit; what there is goes to the first, or it could starve
-                count = self.kv.capacity(holding) - sequence.planned
-                if count <= 0:
-                    return -returned
-            elif victim is sequence:
-                return -returned
-            else:
-                self._preempt(victim)
-                returned += chosen.pop(victim, 0)
+            if self.kv.fenced or victim is sequence:
+                return -returned  # room comes with a commit
+            self._preempt(victim)
+            returned += chosen.pop(victim, 0)
         chosen[sequence] = count
         return count - returned
 

@@ -154,8 +154,8 @@ class SingleBlockRunsMachine(PrefixTreeMachine):
 TestLongRuns = PrefixTreeMachine.TestCase
 TestShortRuns = ShortRunsMachine.TestCase
 TestSingleBlockRuns = SingleBlockRunsMachine.TestCase
-for case in (TestLongRuns, TestShortRuns, TestSingleBlockRuns):
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+MANY = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLongRuns.settings = TestShortRuns.settings = TestSingleBlockRuns.settings = MANY
 
 
 def keys(*numbers: int) -> list[bytes]:

@@ -39,7 +39,12 @@ def chat(prompt: str, **more: Any) -> tuple[str, dict[str, Any]]:
     return CHAT, {**body, "messages": [{"role": "user", "content": prompt}]}
 
 
-NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 50, "maxItems": 80}
+NUMBERS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 100, "maximum": 999},
+    "minItems": 50,
+    "maxItems": 80,
+}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": completion("the end of the line", temperature=0),
     "seeded": completion("the end of the line", temperature=1.0, seed=5),

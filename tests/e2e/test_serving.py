@@ -74,8 +74,9 @@ def test_outputs_of_one_prompt_share_its_blocks(live_server: LiveServer, client:
     assert reply["usage"]["completion_tokens"] == 32
     shared = (length - 1) // 16 * 16
     wait_until(
-        lambda: live_server.metrics()["kllm:prefix_cache_hits_total"]
-        == before["kllm:prefix_cache_hits_total"] + 3 * shared,
+        lambda: (
+            live_server.metrics()["kllm:prefix_cache_hits_total"] == before["kllm:prefix_cache_hits_total"] + 3 * shared
+        ),
         "three followers find the leader's prompt",
     )
     outputs = [choice["token_ids"] for choice in sorted(reply["choices"], key=lambda choice: choice["index"])]
@@ -116,7 +117,9 @@ def test_structured_output(client: httpx.Client) -> None:
         "additionalProperties": False,
     }  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
-    reply = client.post(CHAT, json={"messages": MESSAGES, "response_format": form, "max_tokens": 400, "n": 3, "seed": 1})
+    reply = client.post(
+        CHAT, json={"messages": MESSAGES, "response_format": form, "max_tokens": 400, "n": 3, "seed": 1}
+    )
     for choice in reply.json()["choices"]:
         assert choice["finish_reason"] == "stop"
         person = json.loads(choice["message"]["content"])

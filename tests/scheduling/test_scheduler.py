@@ -461,6 +461,20 @@ def test_out_of_blocks_the_last_is_recomputed_and_nothing_is_lost(depth: int, ca
     loop.check_idle()
 
 
+def test_prompt_logprobs_survive_a_preemption_amid_the_prompt() -> None:
+    loop = SchedulerLoop(num_blocks=24, prefill_chunk=2, key=POLICIES["priority"])
+    low = loop.add(endless("low", prompt_of(44), max_tokens=3, priority=9, prompt_logprobs=0))
+    loop.step()
+    for number in range(7):
+        loop.add(endless(f"r{number}", prompt_of(2, 3 * number), max_tokens=30, seed=number))
+    while loop.scheduler.num_preemptions == 0:
+        assert loop.step()
+    assert not low.deltas
+    loop.run()
+    assert [entry and entry.token_id for entry in low.prompt_logprobs or ()] == [None, *prompt_of(44)[1:]]
+    loop.check_idle()
+
+
 def test_priority_goes_first_and_arrival_decides_among_equals() -> None:
     loop = SchedulerLoop(num_blocks=100, max_num_seqs=1, key=POLICIES["priority"])
     for name, priority in (("a", 5), ("b", 1), ("c", -3), ("d", 1)):

@@ -153,17 +153,20 @@ VARIANTS: dict[str, dict[str, object]] = {
 CROWDED = {"tight", "tighter", "no-cache", "chunks-of-8", "priority"}  # variants that must preempt often
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_request_ends_rightly(variant: str, depth: int) -> None:
-    preemptions = sum(simulate(seed, 60, depth, **VARIANTS[variant]).scheduler.num_preemptions for seed in range(3))
+    """The engine runs at depth 1 or 2; at 3 a preempted request can be back before its old results are."""
+    preemptions = 0
+    for seed in range(2 + depth):
+        preemptions += simulate(seed, 50, depth, **VARIANTS[variant]).scheduler.num_preemptions
     assert preemptions >= 15 or variant not in CROWDED
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    depth=st.sampled_from([1, 2]),
+    depth=st.sampled_from([1, 2, 3]),
     num_blocks=st.integers(24, 60),
     block_tokens=st.sampled_from([1, 3, 4, 8]),
     max_num_seqs=st.integers(1, 16),

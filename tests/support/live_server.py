@@ -47,7 +47,7 @@ class LiveServer:
         self.api_key = api_key
         keys = ("--api-key", api_key) if api_key else ()
         self._command = serve_command(model, *flags, *keys)
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed on leaving
 
     def __enter__(self) -> LiveServer:
         self.process = subprocess.Popen(

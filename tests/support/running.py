@@ -18,6 +18,7 @@ class DictCheckpoint:
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.config = config
+        self.config_file = "memory"
         self.tensors = tensors
 
     def names(self) -> Iterable[str]:

@@ -55,6 +55,7 @@ class GGUFCheckpoint:
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
         self.config = translate_config(file)
+        self.config_file = str(file.path)
         self._tensors: dict[str, TensorInfo] = {}
         for name, info in file.tensors.items():
             translated = hugging_face_name(name)

@@ -14,9 +14,11 @@ class WeightError(ValueError):
 
 class Checkpoint(Protocol):
     """config: as in Hugging Face's config.json (a GGUF's metadata is translated to the same keys).
+    config_file: where it comes from, for messages.
     Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`), whatever the file calls them."""
 
     config: dict[str, Any]
+    config_file: str
 
     def names(self) -> Iterable[str]: ...
 

@@ -28,11 +28,12 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.config = config
+        self.config_file = str(folder / "config.json")
         self._folder = folder
         if config.get("quantization_config"):
             method = config["quantization_config"]
             kind = method.get("quant_method") if isinstance(method, dict) else method
-            raise WeightError(f"{folder / 'config.json'}: quantised weights ({kind}) are not supported")
+            raise WeightError(f"{self.config_file}: quantised weights ({kind}) are not supported")
         self._shards, self._index = self._open()
 
     def names(self) -> Iterable[str]:
