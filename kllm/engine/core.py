@@ -38,7 +38,7 @@ class EngineCore:
     # -- requests --------------------------------------------------------------------------------------------
 
     def add(self, submit: Submit) -> Delta | None:
-        """Take a request. One with structured output waits for set_grammar(). Returns its last delta if it ends at once."""
+        """Take a request; if structured, it waits for set_grammar(). Returns its last delta if it ends at once."""
         request = submit.request
         structured = request.params.structured_outputs is not None
         self._forget(request.request_id)

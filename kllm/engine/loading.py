@@ -17,7 +17,8 @@ from kllm.scheduling.queue_policy import POLICIES
 from kllm.scheduling.scheduler import Scheduler
 from kllm.tokenization.tokenizer import Tokenizer
 
-DEFAULT_DEPTH = 1  # on CPUs planning and computing share the cores: compare with `kllm bench throughput --pipeline-depth 2`
+# On CPUs planning and computing share the cores. `kllm bench throughput --pipeline-depth 2` shows what 2 would do.
+DEFAULT_DEPTH = 1
 
 Progress = Callable[[str, float], None]
 
