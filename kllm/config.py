@@ -42,7 +42,7 @@ class EngineConfig(Config):
     )
     kernels: Literal["auto", "reference", "invariant"] = Field(
         "auto",
-        description="Operators: reference (plain torch), invariant (fixed reduction order: the same bits in any batch).",
+        description="Operators: reference (plain torch) or invariant (fixed reduction order: same bits in any batch).",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="Longest prompt plus output in tokens; the model's own length by default."

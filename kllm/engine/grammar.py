@@ -14,12 +14,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from threading import Lock, Thread, stack_size
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kllm.request import InvalidRequest, StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 T = TypeVar("T")
 
@@ -30,6 +33,7 @@ MAX_DEPTH = 64  # of nested objects and arrays in a schema
 MAX_NODES = 10_000  # values in a schema
 MAX_MEMBERS = 900  # of one object in a schema: a mask costs time for every property that may come next
 MAX_INTERSECTED = 8  # patterns that one string may have to match at once: their cost multiplies
+MAX_WHITESPACE = 20  # characters in a row between the tokens of JSON: a line's end and nine levels of indentation
 MAX_CACHED = 128  # compiled grammars
 
 _LIMITS = LLParserLimits(
@@ -41,6 +45,12 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+_JSON_DEFAULTS: JsonCompileOptions = {
+    # oneOf is read as anyOf: a mask cannot tell that a second alternative would match as well.
+    "coerce_one_of": True,
+    # Without a limit, small models write blanks and line ends until they are cut off.
+    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
+}
 _OWN_ASSERTIONS = frozenset({"pattern", "format", "properties", "items", "prefixItems", "additionalProperties"})
 # llguidance recurses along references, which no nesting limit bounds: 1,000 of them overflow an ordinary stack.
 _COMPILE_STACK_BYTES = 256 * 2**20
@@ -206,11 +216,10 @@ def _to_llguidance(spec: StructuredOutputs) -> str:
     if size > MAX_BYTES[kind]:
         raise _invalid(kind, f"it is larger than {MAX_BYTES[kind]} bytes")
     if kind == "json_object":
-        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_DEFAULTS)
     if kind == "json":
         _check_schema(text)
-        # oneOf is read as anyOf: a mask cannot tell that a second alternative would match as well.
-        return LLMatcher.grammar_from_json_schema(text, defaults={"coerce_one_of": True})
+        return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "grammar":

@@ -26,6 +26,7 @@ class ModelExecutor:
         if plan.needs_bind:
             self._late[plan.id] = Future()
         done: Future[StepResult] = Future()
+        done.set_running_or_notify_cancel()  # a plan is carried out whoever still waits: cancelling has no effect
         self._queue.put((plan, done))
         return done
 

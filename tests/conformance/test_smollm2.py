@@ -20,7 +20,7 @@ MODEL = "smollm2"
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     smollm2_or_skip()
-    with LiveServer(MODEL, "--kv-cache-memory", "512MiB") as running:
+    with LiveServer(MODEL, "--kv-cache-memory", "512MiB", "--dtype", "float32", "--threads", "1") as running:
         yield running
         assert "Traceback" not in running.log
 

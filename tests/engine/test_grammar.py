@@ -166,6 +166,17 @@ def test_replay_gives_the_same_masks(compiler, name):
     assert not grammar.matcher().replay([*tokens[:1], VOCAB - 1])
 
 
+@pytest.mark.parametrize("spec", [StructuredOutputs(json_object=True), StructuredOutputs(json='{"type": "object"}')])
+def test_whitespace_in_json_has_an_end(compiler, spec):
+    """Pretty JSON is allowed; a model that loves blanks must go on with something else."""
+    pretty = json.dumps({"a": {"b": [1, {"c": "   x"}]}, "d": None}, indent=2)
+    assert compiler.compile(spec).matcher().replay(TOKENIZER.encode(pretty).ids)
+    matcher = compiler.compile(spec).matcher()
+    blank = TOKENIZER.encode(" ").ids[0]
+    assert matcher.replay([*TOKENIZER.encode("{").ids, *[blank] * module.MAX_WHITESPACE])
+    assert not any(TOKENIZER.decode([token]).isspace() for token in allowed(matcher))
+
+
 def test_several_ends_are_all_allowed():
     ends = [EOS, TOKENIZER.token_to_id("<|endoftext|>")]
     compiler = GrammarCompiler(TOKENIZER.to_str(), VOCAB, ends)

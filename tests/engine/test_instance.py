@@ -23,7 +23,7 @@ HANG_S = 60.0
 
 @pytest.fixture
 def engine(tiny_llama_folder: Path) -> Iterator[Engine]:
-    engine = make_engine(tiny_llama_folder, threads=1, num_kv_blocks=32, block_size=8, max_num_batched_tokens=32)
+    engine = make_engine(tiny_llama_folder, num_kv_blocks=32, block_size=8, max_num_batched_tokens=32)
     yield engine
     engine.core.close()
 

@@ -106,4 +106,4 @@ def test_tiny_llama(tiny_llama_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_smollm2() -> None:
-    check_invariance("smollm2", prompts(16, 40, 300, 49152, seed=2), 32)
+    check_invariance("smollm2", prompts(16, 40, 300, 49152, seed=2), 32, threads=None)

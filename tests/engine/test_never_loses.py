@@ -14,7 +14,7 @@ from support.tiny_models import write_tiny_llama
 
 from kllm.engine.loading import Engine
 
-TINY = LoadSize(vocab_size=271, short=16, long=64, output=100, over=480)
+TINY = LoadSize(vocab_size=271, short=16, long=64, output=100, over=1000)
 BLOCK = 8
 
 
@@ -71,20 +71,20 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def admissible(jobs: list[Job]) -> list[Job]:
+    return [job for job in jobs if job.kind != "impossible"]
+
+
 def blocks_needed(jobs: list[Job], block: int) -> tuple[int, int]:
     """Blocks that 32 running requests of mean length need, and blocks of the longest one."""
-    lengths = [
-        len(job.request.prompt_token_ids) + (job.request.params.max_tokens or 0)
-        for job in jobs
-        if job.kind != "impossible"
-    ]
+    lengths = [len(job.request.prompt_token_ids) + (job.request.params.max_tokens or 0) for job in admissible(jobs)]
     return 32 * -(-sum(lengths) // len(lengths) // block), -(-max(lengths) // block)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As small as a model can be: the scheduling is what is tested."""
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 2048}
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "smallest-llama", **size)
 
 
@@ -97,7 +97,7 @@ def jobs() -> list[Job]:
 def expected(model: Path, jobs: list[Job]) -> dict[str, Outcome]:
     """What every request yields when there is room for all."""
     engine = make_engine(model, num_kv_blocks=4 * blocks_needed(jobs, BLOCK)[0], **OPTIONS)
-    outcomes = run(engine.core, engine.compiler, jobs, check=False)
+    outcomes = run(engine.core, engine.compiler, admissible(jobs), check=False)
     assert engine.core.load().preemptions == 0
     engine.core.close()
     return outcomes
@@ -111,7 +111,7 @@ def test_small_pool_changes_nothing(model: Path, jobs: list[Job], expected: dict
     outcomes = run(engine.core, engine.compiler, jobs)
     assert engine.core.load().preemptions >= 500
     assert_right_ends(jobs, outcomes, engine)
-    for job in jobs:
+    for job in admissible(jobs):
         got, wanted = outcomes[job.request.request_id], expected[job.request.request_id]
         assert (got.token_ids, got.finish) == (wanted.token_ids, wanted.finish)
     close_clean(engine)
@@ -124,7 +124,7 @@ def test_smollm2_on_a_small_pool() -> None:
     jobs = make_jobs(200, size, seed=3, per_step=1.0)
     needed, largest = blocks_needed(jobs, 16)
     engine = make_engine(
-        "smollm2", num_kv_blocks=max(needed // 4, largest), max_num_seqs=32, max_num_batched_tokens=256
+        "smollm2", num_kv_blocks=max(needed // 4, largest), max_num_seqs=32, max_num_batched_tokens=256, threads=None
     )
     outcomes = run(engine.core, engine.compiler, jobs)
     assert engine.core.load().preemptions > 0

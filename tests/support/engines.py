@@ -12,7 +12,7 @@ from kllm.tokenization.tokenizer import load_tokenizer
 
 
 def make_engine(model: Path | str, **options: Any) -> Engine:
-    """options: fields of EngineConfig. The caller closes engine.core."""
-    config = EngineConfig(model=str(model), **options)
+    """options: fields of EngineConfig; one thread unless said otherwise. The caller closes engine.core."""
+    config = EngineConfig(model=str(model), **{"threads": 1, **options})
     source = resolve(config.model, progress=False)
     return load_engine(config, source, load_tokenizer(source))
