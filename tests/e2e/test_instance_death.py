@@ -126,10 +126,10 @@ def test_whole_reply_comes(server: LiveServer, expected: dict[str, dict[int, Out
         with server.client() as client:
             replies.append(client.post(path, json=body).json())
 
+    before = server.generated()
     asking = threading.Thread(target=ask)
     asking.start()
-    with server.client() as client:
-        wait_until(lambda: client.get("/load").json()["running"] == 1, "the request runs")
+    wait_until(lambda: server.generated() >= before + READ, "the request runs")
     server.kill_instance()
     asking.join()
     [choice] = replies[0]["choices"]
@@ -183,7 +183,7 @@ def test_new_requests_wait_for_the_next_instance(server: LiveServer, expected: d
 
 @pytest.mark.slow
 def test_instance_that_hangs(server: LiveServer, expected: dict[str, dict[int, Output]]) -> None:
-    """One that says nothing for a minute while it has work is replaced."""
+    """One that stands still is replaced when it has not answered heartbeats for half a minute."""
     with server.stream(*REQUESTS["seeded"]) as reader:
         reader.read_tokens(READ)
         [instance] = server.instances()

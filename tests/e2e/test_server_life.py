@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -75,8 +76,15 @@ def test_instance_ends_when_its_server_is_killed(live_model: Path) -> None:
         assert gone(instance)
 
 
-def test_instance_that_loads_ends_when_its_server_is_killed(live_model: Path) -> None:
-    server = subprocess.Popen(serve_command(live_model, *QUICK), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def test_instance_that_loads_ends_when_its_server_is_killed(
+    live_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    server = subprocess.Popen(
+        serve_command(live_model, *QUICK),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("t"))},
+    )
     assert server.stderr is not None
     while b"instance is starting" not in (line := server.stderr.readline()):
         assert line, "the server ended"

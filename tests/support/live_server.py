@@ -41,17 +41,23 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 class LiveServer:
     """A context manager around one `kllm serve`. On leaving, the server is told to stop if it still runs, and must be
-    gone with its instance; what it logged is in `log`."""
+    gone with its instance and, if it ended well, its temporary files. What it logged is in `log`."""
 
     def __init__(self, model: Path | str, *flags: str, api_key: str | None = None) -> None:
         self.api_key = api_key
         keys = ("--api-key", api_key) if api_key else ()
         self._command = serve_command(model, *flags, *keys)
+        self._folder = tempfile.TemporaryDirectory(prefix="kllm-test-")  # its TMPDIR
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed on leaving
 
     def __enter__(self) -> LiveServer:
         self.process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "TMPDIR": self._folder.name},
         )
         watchdog = threading.Timer(START_S, self.process.kill)
         watchdog.start()
@@ -76,6 +82,8 @@ class LiveServer:
             self.process.wait(HANG_S)
             _, alive = psutil.wait_procs(instances, HANG_S)
             assert not alive, f"processes outlived the server: {alive}"
+            left = os.listdir(self._folder.name)
+            assert self.process.returncode != 0 or not left, f"files outlived the server: {left}"
         finally:
             for process in (self.process, *instances):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,6 +92,7 @@ class LiveServer:
             if error[0] is not None:
                 print(self.log, file=sys.stderr)  # pytest shows it beside the failure
             self._log.close()
+            self._folder.cleanup()
 
     @property
     def log(self) -> str:
@@ -148,6 +157,10 @@ class LiveServer:
             for key in names:
                 samples[key] = samples.get(key, 0.0) + float(value)
         return samples
+
+    def generated(self) -> float:
+        """Tokens that have come from its instances so far."""
+        return self.metrics()["kllm:generation_tokens_total"]
 
     def wait_idle(self) -> None:
         """Nothing runs, nothing waits, and no request holds KV blocks."""
