@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from support.web_server import served
 
 TOKEN_S = 0.002
 
@@ -80,14 +79,8 @@ def _application(server: TokenServer) -> FastAPI:
 @pytest.fixture
 def token_server() -> Iterator[TokenServer]:
     server = TokenServer()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        web = uvicorn.Server(uvicorn.Config(_application(server), log_level="error", lifespan="off"))
-        thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]})
-        thread.start()
+    with served(_application(server)) as server.url:
         yield server
-        web.should_exit = True
-        thread.join()
 
 
 @pytest.fixture

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from support.web_server import served
 
 API_KEY = "secret"
 
@@ -77,14 +76,8 @@ def _application(server: EchoServer) -> FastAPI:
 @pytest.fixture
 def echo_server() -> Iterator[EchoServer]:
     server = EchoServer()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        web = uvicorn.Server(uvicorn.Config(_application(server), log_level="error", lifespan="off"))
-        thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]})
-        thread.start()
+    with served(_application(server)) as server.url:
         yield server
-        web.should_exit = web.force_exit = True
-        thread.join()
 
 
 @pytest.fixture
