@@ -57,7 +57,6 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     block_tokens: int = 0
     max_num_seqs: int = 0
     start_seconds: dict[str, float] = {}
-    capabilities: list[str] = []
 
 
 class Deltas(Message, frozen=True, kw_only=True, omit_defaults=True, tag="deltas"):

@@ -26,6 +26,7 @@ from kllm.server.chat import ChatFormat, chat_job
 from kllm.server.completions import CompletionFormat, completion_job
 from kllm.server.errors import ApiError, json_response, unavailable
 from kllm.server.generation import generate
+from kllm.server.jobs import Caller
 from kllm.server.middleware import RequestLog
 from kllm.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kllm.server.reply import Job, ReplyFormat, streamed_reply, whole_reply
@@ -85,7 +86,8 @@ def create_app(
 
 
 def _key_check(keys: Sequence[str]) -> list[Any]:
-    """A dependency that raises ApiError 401 unless the request carries one of the keys; none if there are no keys."""
+    """A dependency that raises ApiError 401 unless the request carries one of the keys, and tells whose it is (the
+    tenant, in request.state); none if there are no keys."""
     if not keys:
         return []
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -96,6 +98,7 @@ def _key_check(keys: Sequence[str]) -> list[Any]:
         matches = [hmac.compare_digest(digest, known) for known in digests]  # all of them, whatever the first says
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+        request.state.tenant = digest.hex()
 
     return [Security(HTTPBearer(auto_error=False)), Depends(check)]
 
@@ -250,7 +253,7 @@ def _generation_routes(service: Service) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         arrival = asyncio.get_running_loop().time()
         body = await _read(service, request, ChatCompletionRequest)
-        job = await chat_job(service, body, request.state.request_id)
+        job = await chat_job(service, body, Caller.of(request))
         return await _reply(service, request, job, ChatFormat(service, body, job), bool(body.stream), arrival)
 
     @router.post(
@@ -262,7 +265,7 @@ def _generation_routes(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         arrival = asyncio.get_running_loop().time()
         body = await _read(service, request, CompletionRequest)
-        job = await completion_job(service, body, request.state.request_id)
+        job = await completion_job(service, body, Caller.of(request))
         return await _reply(service, request, job, CompletionFormat(service, body, job), bool(body.stream), arrival)
 
     return router

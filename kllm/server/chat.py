@@ -6,7 +6,7 @@ from typing import Any
 
 from kllm.request import InvalidRequest
 from kllm.server.generation import Piece, Result
-from kllm.server.jobs import make_job
+from kllm.server.jobs import Caller, make_job
 from kllm.server.logprobs import chat_logprobs, prompt_logprobs
 from kllm.server.protocol import ChatCompletionRequest
 from kllm.server.reply import Job
@@ -14,7 +14,7 @@ from kllm.server.sampling import check_structured_outputs, sampling_params
 from kllm.server.service import Service
 
 
-async def chat_job(service: Service, body: ChatCompletionRequest, request_id: str) -> Job:
+async def chat_job(service: Service, body: ChatCompletionRequest, caller: Caller) -> Job:
     """Raises InvalidRequest or ApiError."""
     model = service.require_model(body.model)
     service.require_ready()
@@ -36,7 +36,7 @@ async def chat_job(service: Service, body: ChatCompletionRequest, request_id: st
     opening = body.add_generation_prompt is not False
     text = await service.render_chat(body.messages, tools, opening, variables)
     prompt = await service.encode(text, bool(body.add_special_tokens))
-    return make_job("chatcmpl", request_id, model, body, [prompt], params)
+    return make_job("chatcmpl", caller, model, body, [prompt], params)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:

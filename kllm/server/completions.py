@@ -9,7 +9,7 @@ import msgspec
 
 from kllm.request import InvalidRequest, TokenLogprobs
 from kllm.server.generation import Piece, Result
-from kllm.server.jobs import make_job
+from kllm.server.jobs import Caller, make_job
 from kllm.server.logprobs import completion_logprobs, prompt_logprobs
 from kllm.server.protocol import MAX_PROMPTS, CompletionRequest
 from kllm.server.reply import Job
@@ -19,7 +19,7 @@ from kllm.server.service import Service
 DEFAULT_MAX_TOKENS = 16
 
 
-async def completion_job(service: Service, body: CompletionRequest, request_id: str) -> Job:
+async def completion_job(service: Service, body: CompletionRequest, caller: Caller) -> Job:
     """Raises InvalidRequest or ApiError."""
     model = service.require_model(body.model)
     service.require_ready()
@@ -40,7 +40,7 @@ async def completion_job(service: Service, body: CompletionRequest, request_id: 
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     prompts = await _prompts(service, body)
-    job = make_job("cmpl", request_id, model, body, prompts, params)
+    job = make_job("cmpl", caller, model, body, prompts, params)
     job.hide_output = hide_output
     return job
 

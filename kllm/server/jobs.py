@@ -7,8 +7,12 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kllm.request import InvalidRequest, Request, SamplingParams
+from starlette.requests import Request
+
+from kllm.request import InvalidRequest, SamplingParams
+from kllm.request import Request as EngineRequest
 from kllm.server.protocol import ID_PATTERN, MAX_PROMPTS, SamplingFields
 from kllm.server.reply import Job
 
@@ -20,8 +24,21 @@ def request_id_from(header: str | None) -> str:
     return header if header is not None and _ID.fullmatch(header) else uuid.uuid4().hex
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. tenant: one for every API key, "" where no keys are set; tenants never share cached prefixes, so that
+    none can learn from response times what another has asked."""
+
+    request_id: str
+    tenant: str = ""
+
+    @staticmethod
+    def of(request: Request) -> Caller:
+        return Caller(request.state.request_id, getattr(request.state, "tenant", ""))
+
+
 def make_job(
-    kind: str, request_id: str, model: str, body: SamplingFields, prompts: Sequence[list[int]], params: SamplingParams
+    kind: str, caller: Caller, model: str, body: SamplingFields, prompts: Sequence[list[int]], params: SamplingParams
 ) -> Job:
     """`kind`: prefix of the reply's id (chatcmpl, cmpl). Choice p * n + j is output j of prompt p.
 
@@ -32,18 +49,18 @@ def make_job(
     n = params.n
     if len(prompts) * n > MAX_PROMPTS:
         raise InvalidRequest(f"at most {MAX_PROMPTS} outputs may be asked for at once", "n")
-    reply_id = f"{kind}-{body.request_id or request_id}"
+    reply_id = f"{kind}-{body.request_id or caller.request_id}"
     base = f"{reply_id}-{uuid.uuid4().hex[:8]}"
     seed = secrets.randbits(62) if params.seed is None else params.seed
-    requests: list[Request] = []
+    requests: list[EngineRequest] = []
     for p, prompt in enumerate(prompts):
         if not prompt:
             raise InvalidRequest("the prompt must have at least one token", "prompt")
-        first = Request(
+        first = EngineRequest(
             request_id=f"{base}-p{p}" if p else base,
             prompt_token_ids=prompt,
             params=params,
-            cache_salt=body.cache_salt or "",
+            cache_salt="\0".join(part for part in (caller.tenant, body.cache_salt) if part),
             priority=body.priority or 0,
         )
         requests += [first.choice(j, seed) for j in range(n)]
@@ -52,7 +69,7 @@ def make_job(
         raise InvalidRequest("stream_options needs stream", "stream_options")
     return Job(
         reply_id,
-        request_id,
+        caller.request_id,
         int(time.time()),
         model,
         requests,

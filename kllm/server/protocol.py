@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_ID_LENGTH = 128
 ID_PATTERN = r"^[A-Za-z0-9._:@/+=-]{1,128}$"
 MAX_PROMPTS = 1024
 

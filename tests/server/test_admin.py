@@ -86,6 +86,16 @@ def test_api_keys() -> None:
             assert client.get("/v1/models", headers={"Authorization": key}).status_code == 200
 
 
+def test_keys_do_not_share_cached_prefixes() -> None:
+    body = {"prompt": "say:same", "cache_salt": "mine"}
+    with ApiServer(api_key=["first", "second"]) as server, server.client() as client:
+        for key in ("first", "first", "second"):
+            assert client.post(TEXT, json=body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        one, again, other = (request.cache_salt for request in server.instance.submits)
+    assert one == again != other
+    assert "first" not in one
+
+
 def test_before_the_instance_is_ready() -> None:
     with ApiServer(start=False) as server, server.client() as client:
         assert client.get("/health").status_code == 200

@@ -36,7 +36,6 @@ HELLO = Hello(
     num_blocks=64,
     block_tokens=16,
     max_num_seqs=64,
-    capabilities=[],
 )
 STEP_S = 0.001
 
