@@ -267,7 +267,7 @@ def test_bad_specifications_are_refused_clearly_and_soon(compiler, name):
     started = time.monotonic()
     with pytest.raises(InvalidRequest, match=re.escape(message)) as refused:
         compiler.compile(spec)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # well under 1 s; what is excluded is exponential growth
     assert "\n" not in refused.value.message
     assert len(refused.value.message) < 450
     assert refused.value.param == ("response_format" if name.startswith("json") else "structured_outputs")
