@@ -41,7 +41,7 @@ def test_throughput_counts_every_token(llm, source):
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (360, 96)
     assert figures["output_tokens_per_s"] == pytest.approx(96 / figures["elapsed_s"], rel=0.05)
     assert figures["total_tokens_per_s"] == pytest.approx(figures["output_tokens_per_s"] * 456 / 96, rel=0.01)
-    assert 0 < figures["peak_rss_mb"] <= peak_rss_bytes() / 1e6
+    assert 0 < figures["peak_rss_mb"] <= round(peak_rss_bytes() / 1e6, 1)
 
 
 def test_shared_prefixes_are_found_in_the_cache(llm, source):
