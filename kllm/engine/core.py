@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import msgspec
+
 from kllm.engine.executor import Executor
 from kllm.engine.grammar import Grammar, GrammarMatcher
 from kllm.messages import EngineLoad, Submit
@@ -141,18 +143,7 @@ class EngineCore:
         return self.scheduler.num_unfinished
 
     def load(self) -> EngineLoad:
-        load = self.scheduler.load()
-        return EngineLoad(
-            running=load.running,
-            waiting=load.waiting,
-            kv_usage=load.kv_usage,
-            kv_cached=load.kv_cached,
-            preemptions=load.preemptions,
-            prefix_queries=load.prefix_queries,
-            prefix_hits=load.prefix_hits,
-            steps=self._steps,
-            step_s=self._step_s,
-        )
+        return msgspec.structs.replace(self.scheduler.load(), steps=self._steps, step_s=self._step_s)
 
     def close(self) -> None:
         self.executor.close()

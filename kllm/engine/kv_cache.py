@@ -54,7 +54,8 @@ def blocks_within(spec: KVSpec, memory: int | None, num_blocks: int | None, most
         return num_blocks
     page = spec.page_bytes()
     useful = -(-most_tokens // spec.block_tokens)
-    blocks = (memory if memory is not None else int(available_memory() * DEFAULT_SHARE)) // page
+    room = memory if memory is not None else int(available_memory() * DEFAULT_SHARE)
+    blocks = room // page
     if blocks < 2:
-        raise ValueError(f"the KV cache needs at least 2 blocks of {page} bytes, {memory} bytes do not hold them")
+        raise ValueError(f"the KV cache needs at least 2 blocks of {page} bytes, {room} bytes do not hold them")
     return min(blocks, useful)

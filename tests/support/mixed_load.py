@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kllm.engine.core import EngineCore, compute_masks
+from kllm.engine.core import EngineCore
 from kllm.engine.grammar import GrammarCompiler
 from kllm.messages import Submit
 from kllm.request import Delta, Request, SamplingParams, StructuredOutputs
@@ -108,19 +108,12 @@ def run(core: EngineCore, compiler: GrammarCompiler, jobs: list[Job], *, check: 
         while next_job < len(coming) and (coming[next_job].arrival <= steps or not core.num_unfinished):
             _take(core, outcomes, leaving, _submit(core, compiler, coming[next_job].request))
             next_job += 1
-        _take(core, outcomes, leaving, _step(core))
+        _take(core, outcomes, leaving, core.step())
         if check:
             core.scheduler.check()
         steps += 1
         assert steps < 400 * len(jobs), "the engine does not get on"
     return outcomes
-
-
-def _step(core: EngineCore) -> list[Delta]:
-    core.fill()
-    if (matchers := core.masks()) is not None:
-        core.bind(compute_masks(matchers))
-    return core.commit(core.oldest.result()) if core.oldest is not None else []
 
 
 def _submit(core: EngineCore, compiler: GrammarCompiler, request: Request) -> list[Delta]:
