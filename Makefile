@@ -5,6 +5,7 @@
 #   make test-slow      the slow ones
 #   make lint           ruff, mypy, import-linter
 #   make bench          the offline benchmarks on the default model
+#   make bench-peers    kLLM beside vLLM, OpenVINO, llama.cpp, transformers and CTranslate2, which it installs (~1 h)
 #
 # Variables: MODEL, ARGS (further flags of `kllm serve` or pytest), PYTHON, PIP_OPTIONS (for example an extra index
 # that has torch built for the CPU only).
@@ -38,7 +39,7 @@ define make_venv
 endef
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install develop oracle serve test test-slow lint format bench clean
+.PHONY: help install develop oracle serve test test-slow lint format bench bench-peers clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -47,7 +48,7 @@ install: $(INSTALLED)
 develop: $(DEVELOP)
 oracle: $(ORACLE)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 	$(call make_venv,$(VENV))
 	$(BIN)/pip install $(PIP_OPTIONS) --constraint constraints.txt --editable .
 	@touch $@
@@ -86,6 +87,10 @@ bench: $(INSTALLED)
 	$(BIN)/kllm bench throughput $(MODEL) --dtype bf16 --num-prompts 32 --input-len 512 --output-len 128
 	$(BIN)/python benchmarks/prefix_tree.py
 	$(BIN)/python benchmarks/start_time.py
+
+bench-peers: $(DEVELOP)
+	$(BIN)/kllm pull $(MODEL)
+	$(BIN)/python -m benchmarks.peers --model $(MODEL) --pip-options "$(PIP_OPTIONS)" $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(ORACLE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

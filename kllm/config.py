@@ -40,9 +40,21 @@ class EngineConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights and activations; auto takes the checkpoint's (bfloat16 for a GGUF)."
     )
-    kernels: Literal["auto", "reference", "invariant"] = Field(
+    quantization: Literal["auto", "none", "int8", "q8_0", "q4_0", "q4_1"] = Field(
         "auto",
-        description="Operators: reference (plain torch) or invariant (fixed reduction order: same bits in any batch).",
+        description="Weights: none keeps them in dtype; int8, q8_0, q4_0 and q4_1 quantise while loading; "
+        "auto is as shipped (a GGUF's blocks stay packed), or none where dtype is given.",
+    )
+    activations: Literal["auto", "int8", "float"] = Field(
+        "auto", description="What quantised weights are multiplied with; auto is int8 where the operators have it."
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        "auto", description="Type of the KV cache; auto is dtype. int8 has a scale for every token and head."
+    )
+    kernels: Literal["auto", "cpu", "reference", "invariant"] = Field(
+        "auto",
+        description="Operators: cpu (native), reference (plain torch) or invariant (plain torch, the same bits in any "
+        "batch). auto is cpu where it was built and the processor has AVX2.",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="Longest prompt plus output in tokens; the model's own length by default."
@@ -66,6 +78,9 @@ class EngineConfig(Config):
         description="Plans in flight: 1 plain, 2 plans a step while one runs. Default: what is faster.",
     )
     threads: int | None = Field(None, ge=1, description="Compute threads; by default one per available core.")
+    instruction_set: Literal["auto", "avx512_bf16", "avx512", "avx2"] = Field(
+        "auto", description="Instructions that the cpu operators use; auto is the best the processor has."
+    )
 
 
 class ServerConfig(Config):

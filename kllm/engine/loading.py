@@ -12,6 +12,7 @@ from kllm.cache.manager import KVManager
 from kllm.config import EngineConfig
 from kllm.engine.core import EngineCore
 from kllm.engine.grammar import GrammarCompiler
+from kllm.hub.cache import quantized_folder
 from kllm.hub.source import ModelSource
 from kllm.scheduling.queue_policy import POLICIES
 from kllm.scheduling.scheduler import Scheduler
@@ -87,20 +88,34 @@ def load_engine(
     from kllm.engine.model_executor import ModelExecutor
     from kllm.engine.runner import ModelRunner
     from kllm.engine.sampler.sampler import Sampler
-    from kllm.kernels.registry import get_operators
+    from kllm.kernels.registry import get_operators, use_machine
     from kllm.models.loader import load_model
-    from kllm.models.weights import open_checkpoint
+    from kllm.models.weights import QuantizedCheckpoint, open_checkpoint
 
     torch.set_num_threads(1)  # thousands of small tensors: a second thread costs more in barriers than it saves
     phases.begin("open checkpoint")
     checkpoint = open_checkpoint(source)
+    if config.quantization not in ("auto", "none"):
+        phases.begin("quantise weights")
+        checkpoint = QuantizedCheckpoint(checkpoint, config.quantization, quantized_folder(), phases.report)
     phases.begin("load weights")
     dtype = getattr(torch, checkpoint.config.get("dtype", "float32") if config.dtype == "auto" else config.dtype)
-    model = load_model(checkpoint, dtype, get_operators(config.kernels), phases.report)
+    operators = get_operators(config.kernels, config.activations)
+    if operators.name == "cpu":
+        use_machine(config.threads or available_cores(), config.instruction_set)
+    model = load_model(
+        checkpoint,
+        dtype,
+        operators,
+        phases.report,
+        kv_dtype=None if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype),
+        keep_quantized=config.quantization != "none" and not (config.quantization == "auto" and config.dtype != "auto"),
+    )
     max_model_len = config.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ValueError(f"max_model_len is {max_model_len}, but the model was made for {model.max_model_len} tokens")
-    torch.set_num_threads(config.threads or available_cores())
+    # The native operators have threads of their own; torch's would only compete with them.
+    torch.set_num_threads(1 if operators.name == "cpu" else config.threads or available_cores())
     phases.begin("allocate KV cache")
     spec = model.kv_spec(config.block_size)
     num_blocks = kv_cache.blocks_within(

@@ -58,10 +58,13 @@ class ModelRunner:
         counts = np.array([step.count for step in plan.steps], np.int64)
         starts = self._position[rows]
         tokens, batch = self._batch(rows, counts, starts)
+        ends = np.cumsum(counts)
+        wanted = self._wanted(plan, counts, ends)
+        batch.wanted = torch.from_numpy(np.flatnonzero(wanted))
         hidden = self.model.forward(tokens, batch, self.cache)
         self._position[rows] += counts
         results = {step.row: RowResult() for step in plan.steps}
-        ends = np.cumsum(counts)
+        ends = np.cumsum(wanted)[ends - 1]  # from here on counted in hidden
         if self._prompt_logprobs:
             for step, start, end in zip(plan.steps, starts, ends, strict=True):
                 if step.row not in self._prompt_logprobs:
@@ -125,6 +128,16 @@ class ModelRunner:
             block_tokens=self.block_tokens,
         )
         return torch.from_numpy(self._tokens[row_of_token, positions]), batch
+
+    def _wanted(self, plan: Plan, counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """bool [T]: tokens whose hidden state is read, to sample from or to score the prompt."""
+        wanted = np.zeros(int(ends[-1]), bool)
+        for step, count, end in zip(plan.steps, counts, ends, strict=True):
+            if step.row in self._prompt_logprobs:
+                wanted[end - count : end] = True
+            elif step.sample:
+                wanted[end - 1] = True
+        return wanted
 
     def _score_prompt(self, step: RowStep, start: int, hidden: torch.Tensor) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt tokens that follow the tokens just computed. hidden ends with this row's."""

@@ -39,6 +39,11 @@ def models_folder() -> Path:
     return Path(root) / "kllm" / "models"
 
 
+def quantized_folder() -> Path:
+    """Where weights quantised while loading are kept for the next start. Not created here."""
+    return models_folder().parent / "quantized"
+
+
 class ModelCache:
     """The cache folder of one model. Readers need no lock: they see source.json whole or not at all."""
 

@@ -28,6 +28,7 @@ class Span:
 @dataclass(slots=True)
 class ForwardBatch:
     """positions, slots: int64 [T]. tables: int64 [R, max_blocks]. spans: R rows, in token order.
+    wanted: int64 [W], ascending: tokens whose hidden states will be read; None means all of them.
 
     derived: what operators compute from the fields above (masks, gather indices), once per step instead of
     once per layer. The fields above therefore do not change after the first operator has seen the batch.
@@ -38,4 +39,5 @@ class ForwardBatch:
     tables: torch.Tensor
     spans: list[Span]
     block_tokens: int
+    wanted: torch.Tensor | None = None
     derived: dict[Hashable, Any] = field(default_factory=dict)

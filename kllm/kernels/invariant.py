@@ -19,7 +19,7 @@ from kllm.kernels import linear
 from kllm.kernels.batch import ForwardBatch
 from kllm.kernels.invariant_attention import attend
 from kllm.kernels.linear import LinearWeight
-from kllm.kernels.operators import ExpertWeights, LatentWeights, MlaForm, Operators, Rotation
+from kllm.kernels.operators import EmbeddingTable, ExpertWeights, LatentWeights, MlaForm, Operators, Rotation
 from kllm.kernels.reference import swap_pairs, tokens_by_expert
 
 ROW_TILE = 16
@@ -36,8 +36,9 @@ class InvariantOperators(Operators):
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         return by_rows(lambda tile: linear.apply(tile, weight, bias), x, ROW_TILE)
 
-    def embedding(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return table.index_select(0, tokens)
+    def embedding(self, tokens: torch.Tensor, table: EmbeddingTable) -> torch.Tensor:
+        rows: torch.Tensor = table.data
+        return rows.index_select(0, tokens)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         size = x.shape[-1]
@@ -54,12 +55,19 @@ class InvariantOperators(Operators):
         return by_blocks(F.silu, gate) * up
 
     def write_kv(self, cache: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slots, values)
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slots, values.to(cache.dtype))
 
     def attention(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: ForwardBatch, scale: float
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return attend(q, k_cache, v_cache, batch, scale, v_cache.shape[3])
+        return attend(q, k_cache, v_cache, batch, scale, v_cache.shape[3], k_scales, v_scales)
 
     def mla_attention(
         self,

@@ -51,12 +51,17 @@ class PairGroup:
     hidden: torch.Tensor
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def gather(self, cache: torch.Tensor, name: str) -> torch.Tensor:
-        """[P, KEY_TILE, Hkv, D] in float32; valid until the next call with this name."""
+    def gather(self, cache: torch.Tensor, name: str, scales: torch.Tensor | None = None) -> torch.Tensor:
+        """[P, KEY_TILE, Hkv, D] in float32, times scales; valid until the next call with this name."""
+        entries = self._gather(cache, name).float()
+        return entries if scales is None else entries.mul_(self._gather(scales, f"{name} scales").unsqueeze(-1))
+
+    def _gather(self, cache: torch.Tensor, name: str) -> torch.Tensor:
+        """[P, KEY_TILE, *entry] of cache [blocks, block_tokens, *entry]."""
         runs = cache.view(cache.shape[0] * cache.shape[1] // self.unit, -1)
         buffer = self.buffer(name, (len(self.pieces), runs.shape[1]), cache.dtype)
         torch.index_select(runs, 0, self.pieces, out=buffer)
-        return buffer.float().view(-1, KEY_TILE, *cache.shape[2:])
+        return buffer.view(-1, KEY_TILE, *cache.shape[2:])
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory kept for the step: fresh memory of this size costs page faults in every layer."""
@@ -85,17 +90,20 @@ def attend(
     batch: ForwardBatch,
     scale: float,
     value_size: int,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, H, D], caches [blocks, block_tokens, Hkv, D]; values are the first value_size elements of v_cache's
-    entries. Computed in float32. Returns [T, H, value_size] in q's type."""
+    """q [T, H, D], caches [blocks, block_tokens, Hkv, D], scales of their vectors [blocks, block_tokens, Hkv]; values
+    are the first value_size elements of v_cache's entries. Computed in float32. Returns [T, H, value_size] in q's
+    type."""
     groups: list[PairGroup] | None = batch.derived.get(PairGroup)
     if groups is None:
         groups = batch.derived[PairGroup] = _lay_out(batch)
     padded = torch.cat((q.float() * scale, q.new_zeros(1, *q.shape[1:], dtype=torch.float32)))
     out = torch.empty(q.shape[0], q.shape[1], value_size, dtype=torch.float32)
     for group in groups:
-        keys = group.gather(k_cache, "keys")
-        values = keys if v_cache is k_cache else group.gather(v_cache, "values")
+        keys = group.gather(k_cache, "keys", k_scales)
+        values = keys if v_cache is k_cache else group.gather(v_cache, "values", v_scales)
         result = _attend_group(padded, keys, values[..., :value_size], group)
         out.index_copy_(0, group.targets, result.index_select(0, group.present))
     return out.to(q.dtype)

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)
-class LinearWeight:
-    """A matrix [out_features, in_features]. When `packed`, `data` is in oneDNN's blocked layout: opaque, and
-    about twice as fast as a plain matrix for few rows (measured: Zen 4, bfloat16 and float32, 1 to 32 rows)."""
+class QuantizedRows:
+    """Quantised weights [rows, cols] as bytes, in a format that operators may take as it is.
 
+    q8_0, q4_0, q4_1 (GGUF): data uint8 [rows, cols / 32 * bytes of a block].
+    int8: data int8 [rows, cols], scales float32 [rows], a weight is data * scale.
+    """
+
+    format: str
+    rows: int
+    cols: int
     data: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+WeightSource = torch.Tensor | QuantizedRows
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """A matrix [out_features, in_features]. `data` is the implementation's own. Of the operators in torch it is a
+    tensor; when `packed`, in oneDNN's blocked layout: opaque, and about twice as fast as a plain matrix for few rows
+    (measured: Zen 4, bfloat16 and float32, 1 to 32 rows)."""
+
+    data: Any
     out_features: int
     in_features: int
     packed: bool
 
 
-def pack(weight: torch.Tensor) -> LinearWeight:
-    """weight [out, in] of a float type; copied if packing is possible, else kept as it is."""
+def pack(parts: Sequence[WeightSource]) -> LinearWeight:
+    """Parts [out_i, in] of one float type, stacked along their outputs; copied if packing is possible."""
+    floats = [part for part in parts if isinstance(part, torch.Tensor)]
+    if len(floats) < len(parts):
+        raise TypeError("operators in torch take float weights")
+    weight = floats[0] if len(floats) == 1 else torch.cat(floats)
     out_features, in_features = weight.shape
     if _can_pack(weight):
         data = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())

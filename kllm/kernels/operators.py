@@ -10,14 +10,15 @@ entries beyond a row's context are masked, but they do take part in arithmetic.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
 from kllm.kernels import linear
 from kllm.kernels.batch import ForwardBatch
-from kllm.kernels.linear import LinearWeight
+from kllm.kernels.linear import LinearWeight, WeightSource
 
 MlaForm = Literal["auto", "absorbed", "expanded"]
 
@@ -52,23 +53,89 @@ class ExpertWeights:
     down: tuple[LinearWeight, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingTable:
+    """Rows [vocab, hidden]; `data` is the implementation's own, looked-up vectors have `dtype`."""
+
+    data: Any
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """One layer with grouped-query attention and a gated MLP. Norms float [hidden], head norms [head_dim] or None,
+    biases [outputs of their matrix] or None. qkv: query, key and value stacked; gate_up: gate and up stacked."""
+
+    attention_norm: torch.Tensor
+    qkv: LinearWeight
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: LinearWeight
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: LinearWeight
+    gate_up_bias: torch.Tensor | None
+    down: LinearWeight
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DenseShape:
+    """cos, sin: [positions, head_dim] as in Rotation, half-split pairs. dtype: of rounded activations."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+    dtype: torch.dtype
+
+
+class DenseStack(Protocol):
+    """All layers of a dense decoder in one call."""
+
+    def __call__(
+        self, tokens: torch.Tensor, batch: ForwardBatch, cache: Mapping[str, Sequence[torch.Tensor]]
+    ) -> torch.Tensor:
+        """tokens int64 [T] to the residual stream after the last layer, of the wanted tokens: float [W, hidden].
+        cache: records k and v (int8: k_scale and v_scale too), one tensor per layer, the same ones at every call."""
+        ...
+
+
 class Operators(ABC):
     """Stateless apart from constants; safe to share between models. Nothing is changed in place but `cache`
     in write_kv; per-step metadata is kept in `batch.derived`. Results have the type of the input unless stated."""
 
     name: ClassVar[str]
+    quantized_formats: ClassVar[frozenset[str]] = frozenset()  # of QuantizedRows that pack_linear takes
 
-    def pack_linear(self, weight: torch.Tensor) -> LinearWeight:
-        """weight [out, in] in the layout that `linear` reads; the argument may be dropped afterwards."""
-        return linear.pack(weight)
+    def pack_linear(self, *parts: WeightSource, gated: bool = False) -> LinearWeight:
+        """Parts [out_i, in], stacked along their outputs, in the layout that `linear` reads; the arguments may be
+        dropped afterwards. gated: two parts of equal size, whose product goes through swiglu."""
+        return linear.pack(parts)
+
+    def pack_embedding(self, rows: WeightSource, dtype: torch.dtype, head: LinearWeight | None) -> EmbeddingTable:
+        """rows [vocab, hidden]. head: these very rows packed as the output head, where the model ties the two."""
+        if not isinstance(rows, torch.Tensor):
+            raise TypeError("operators in torch take float weights")
+        return EmbeddingTable(rows, dtype)
+
+    def dense_stack(
+        self, shape: DenseShape, layers: Sequence[DenseLayer], embedding: EmbeddingTable
+    ) -> DenseStack | None:
+        """The layers as one call, or None: then the model goes through the operators one by one."""
+        return None
 
     @abstractmethod
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] to [T, out]; bias [out]."""
 
     @abstractmethod
-    def embedding(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """tokens int64 [T] and table [vocab, hidden] to [T, hidden]."""
+    def embedding(self, tokens: torch.Tensor, table: EmbeddingTable) -> torch.Tensor:
+        """tokens int64 [T] to [T, hidden]."""
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -84,16 +151,26 @@ class Operators(ABC):
 
     @abstractmethod
     def write_kv(self, cache: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
-        """Writes values [T, *entry] into cache [blocks, block_tokens, *entry] at batch.slots."""
+        """Writes values [T, *entry], in the cache's type, into cache [blocks, block_tokens, *entry] at batch.slots."""
 
     @abstractmethod
     def attention(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: ForwardBatch, scale: float
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of every token to its own row's cached tokens up to itself.
 
         q [T, H, D], caches [blocks, block_tokens, Hkv, D] holding the step's own tokens too. Query head h reads
-        KV head h // (H / Hkv). Returns [T, H, D]."""
+        KV head h // (H / Hkv). Returns [T, H, D].
+
+        k_scales, v_scales: float32 [blocks, block_tokens, Hkv] of int8 caches, whose vectors are value · scale.
+        Caches may have another float type than q; products are then taken in either."""
 
     @abstractmethod
     def mla_attention(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from kllm.kernels import linear
 from kllm.kernels.batch import ForwardBatch
 from kllm.kernels.linear import LinearWeight
-from kllm.kernels.operators import ExpertWeights, LatentWeights, MlaForm, Operators, Rotation
+from kllm.kernels.operators import EmbeddingTable, ExpertWeights, LatentWeights, MlaForm, Operators, Rotation
 from kllm.kernels.reference_attention import Chunk, DecodeGroup, StepLayout, attend_chunk, attend_rows, attend_rows_sdpa
 
 
@@ -22,8 +22,9 @@ class ReferenceOperators(Operators):
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear.apply(x, weight, bias)
 
-    def embedding(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return table.index_select(0, tokens)
+    def embedding(self, tokens: torch.Tensor, table: EmbeddingTable) -> torch.Tensor:
+        rows: torch.Tensor = table.data
+        return rows.index_select(0, tokens)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -36,18 +37,28 @@ class ReferenceOperators(Operators):
         return F.silu(gate).mul_(up)
 
     def write_kv(self, cache: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slots, values)
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slots, values.to(cache.dtype))
 
     def attention(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: ForwardBatch, scale: float
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layout = StepLayout.of(batch)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in layout.decode:
-            k, v = group.gather(k_cache, "k"), group.gather(v_cache, "v")
+            k = group.gather(k_cache, "k", q.dtype, k_scales)
+            v = group.gather(v_cache, "v", q.dtype, v_scales)
             group.scatter(out, _decode_gqa(group.select(q), k, v, group, scale))
         for chunk in layout.chunks:
-            _chunk_gqa(out, q, chunk.gather(k_cache, "k"), chunk.gather(v_cache, "v"), chunk, scale)
+            k = chunk.gather(k_cache, "k", q.dtype, k_scales)
+            v = chunk.gather(v_cache, "v", q.dtype, v_scales)
+            _chunk_gqa(out, q, k, v, chunk, scale)
         return out
 
     def mla_attention(
@@ -65,21 +76,22 @@ class ReferenceOperators(Operators):
         for group in layout.decode:
             if form == "expanded":
                 for chunk in group.as_chunks():
-                    _chunk_expanded(out, q_nope, q_rope, chunk.gather(cache, "kv"), weights, chunk, scale)
+                    latent = chunk.gather(cache, "kv", q_nope.dtype)
+                    _chunk_expanded(out, q_nope, q_rope, latent, weights, chunk, scale)
                 continue
-            latent = group.gather(cache, "kv")
+            latent = group.gather(cache, "kv", q_nope.dtype)
             query = absorb_queries(group.select(q_nope), group.select(q_rope), weights)
             context = attend_rows(query, latent, latent[..., : weights.key.shape[2]], group.mask(q_nope.dtype), scale)
             group.scatter(out, context_to_values(context, weights))
         for chunk in layout.chunks:
-            latent = chunk.gather(cache, "kv")
+            latent = chunk.gather(cache, "kv", q_nope.dtype)
             absorbed = form == "absorbed" or (form == "auto" and absorbing_is_cheaper(chunk.count, weights, q_rope))
             attend = _chunk_absorbed if absorbed else _chunk_expanded
             attend(out, q_nope, q_rope, latent, weights, chunk, scale)
         return out
 
     def expert_scores(self, x: torch.Tensor, gate: LinearWeight) -> torch.Tensor:
-        return linear.apply(x.float(), gate, None).sigmoid_()
+        return self.linear(x.float(), gate).sigmoid_()
 
     def moe(
         self, x: torch.Tensor, experts: ExpertWeights, indices: torch.Tensor, weights: torch.Tensor

@@ -30,10 +30,12 @@ class Chunk:
     blocks: torch.Tensor
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def gather(self, cache: torch.Tensor, name: str) -> torch.Tensor:
-        """[context, *entry] of cache [blocks, block_tokens, *entry]; valid until the next call with this name."""
-        gathered = _gather(cache, self.blocks, name, self._buffers)
-        return gathered.view(-1, *cache.shape[2:])[: self.context]
+    def gather(
+        self, cache: torch.Tensor, name: str, dtype: torch.dtype, scales: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[context, *entry] of cache [blocks, block_tokens, *entry] as dtype, times scales [blocks, block_tokens,
+        *entry but the last]; valid until the next call with this name."""
+        return _entries(cache, self.blocks, name, self._buffers, dtype, scales).flatten(0, 1)[: self.context]
 
 
 @dataclass(slots=True)
@@ -48,10 +50,12 @@ class DecodeGroup:
     _masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def gather(self, cache: torch.Tensor, name: str) -> torch.Tensor:
-        """[B, L, *entry] of cache [blocks, block_tokens, *entry]; valid until the next call with this name."""
-        gathered = _gather(cache, self.blocks, name, self._buffers)
-        return gathered.view(self.tokens.shape[0], -1, *cache.shape[2:])
+    def gather(
+        self, cache: torch.Tensor, name: str, dtype: torch.dtype, scales: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[B, L, *entry]; else as Chunk.gather."""
+        entries = _entries(cache, self.blocks, name, self._buffers, dtype, scales)
+        return entries.view(self.tokens.shape[0], -1, *cache.shape[2:])
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
         """[B, 1, L]: 0 within a row's context, -inf after it."""
@@ -131,6 +135,27 @@ def _decode_group(batch: ForwardBatch, rows: list[tuple[int, Span]], whole_batch
         length=blocks * batch.block_tokens,
         whole_batch=whole_batch,
     )
+
+
+def _entries(
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    name: str,
+    buffers: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """[n, block_tokens, *entry] of n blocks, as dtype and scaled."""
+    gathered = _gather(cache, blocks, name, buffers).view(-1, *cache.shape[1:])
+    if scales is None and cache.dtype == dtype:
+        return gathered
+    converted = buffers.get(f"{name} as floats")
+    if converted is None:
+        converted = buffers[f"{name} as floats"] = torch.empty(gathered.shape, dtype=dtype)
+    if scales is None:
+        return converted.copy_(gathered)
+    factors = _gather(scales, blocks, f"{name} scales", buffers).view(-1, *scales.shape[1:], 1)
+    return torch.mul(gathered, factors, out=converted)
 
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor, name: str, buffers: dict[str, torch.Tensor]) -> torch.Tensor:

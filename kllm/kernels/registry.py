@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Literal
+
+from kllm.kernels import cpu
 from kllm.kernels.invariant import InvariantOperators
 from kllm.kernels.operators import Operators
 from kllm.kernels.reference import ReferenceOperators
 
-_CLASSES: dict[str, type[Operators]] = {cls.name: cls for cls in (ReferenceOperators, InvariantOperators)}
+NAMES = ("cpu", "reference", "invariant")
+
+SPIN_US = 200  # an idle thread looks for work this long before it parks: longer than between two regions of a step
+
+_log = logging.getLogger(__name__)
 
 
-def get_operators(name: str = "auto") -> Operators:
-    """auto: the fastest on this machine. Raises ValueError for a name that it does not know."""
-    cls = ReferenceOperators if name == "auto" else _CLASSES.get(name)
-    if cls is None:
-        raise ValueError(f"unknown operators {name!r}: choose from auto, {', '.join(_CLASSES)}")
-    return cls()
+def use_machine(threads: int, instruction_set: str = "auto") -> None:
+    """Threads and instructions of the cpu operators, for the whole process.
+    Raises ValueError for an instruction set that the processor does not have."""
+    from kllm.kernels.cpu import _native
+
+    _native.use_instruction_set(_native.instruction_sets()[0] if instruction_set == "auto" else instruction_set)
+    if _native.threads() != threads:
+        _native.use_threads(threads, SPIN_US, [])
+
+
+def get_operators(name: str = "auto", activations: Literal["auto", "int8", "float"] = "auto") -> Operators:
+    """auto: the fastest on this machine. activations: what quantised weights are multiplied with.
+    Raises ValueError for a name it does not know and for operators that cannot run here."""
+    missing = cpu.why_not() if name in ("auto", "cpu") else None
+    if name == "cpu" and missing:
+        raise ValueError(f"cpu operators cannot be used: {missing}")
+    if name == "auto" and missing:
+        _log.warning("using the slower reference operators: %s", missing)
+    if name == "cpu" or (name == "auto" and not missing):
+        from kllm.kernels.cpu.operators import CpuOperators
+
+        return CpuOperators(int8_products=activations != "float")
+    if activations == "int8":
+        raise ValueError("int8 activations need the cpu operators")
+    if name == "invariant":
+        return InvariantOperators()
+    if name in ("auto", "reference"):
+        return ReferenceOperators()
+    raise ValueError(f"unknown operators {name!r}: choose from auto, {', '.join(NAMES)}")

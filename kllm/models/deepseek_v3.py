@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from kllm.kernels.operators import MlaForm
 from kllm.models.layers.decoder import Attention, Decoder, FeedForward, dtype_name, read_decoder, read_dimensions
 from kllm.models.layers.mla import read_mla, read_mla_shape
@@ -10,6 +12,7 @@ from kllm.models.layers.moe import read_moe, read_routing
 from kllm.models.layers.rotary import RotaryTable, read_scaling
 from kllm.models.layers.tensors import TensorReader
 from kllm.models.model_config import ModelConfig
+from kllm.models.weights.interface import WeightError
 
 
 def load(config: ModelConfig, reader: TensorReader, mla_form: MlaForm = "auto") -> Decoder:
@@ -30,6 +33,8 @@ def load(config: ModelConfig, reader: TensorReader, mla_form: MlaForm = "auto") 
             return attention, read_mlp(reader, f"{prefix}mlp.", dims.hidden, inner)
         return attention, read_moe(reader, f"{prefix}mlp.", routing, dims.hidden, expert_inner, shared_experts)
 
+    if reader.kv_dtype == torch.int8:
+        raise WeightError("kv_cache_dtype int8 is for grouped-query attention, this model keeps latents")
     interleaved = config.boolean("rope_interleave", True)
     rotary = RotaryTable(scaling, dims.max_positions, reader.dtype, interleaved)
-    return read_decoder(reader, dims, read_layer, rotary, shape.kv_group(dims.layers, dtype_name(reader.dtype)))
+    return read_decoder(reader, dims, read_layer, rotary, shape.kv_group(dims.layers, dtype_name(reader.kv_dtype)))

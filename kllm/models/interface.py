@@ -26,8 +26,9 @@ class Model(Protocol):
     def kv_spec(self, block_tokens: int) -> KVSpec: ...
 
     def forward(self, tokens: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        """tokens int64 [T] to final hidden states [T, hidden] (after the last norm). Writes KV of all T tokens
-        at batch.slots before attending, so a row sees its own chunk. Rows never see each other."""
+        """tokens int64 [T] to final hidden states [W, hidden] (after the last norm) of the tokens that batch.wanted
+        names. Writes KV of all T tokens at batch.slots before attending, so a row sees its own chunk. Rows never see
+        each other."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,20 @@ from kllm.models.weights.interface import Checkpoint
 
 
 def load_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, operators: Operators, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    operators: Operators,
+    progress: Progress | None = None,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    keep_quantized: bool = False,
 ) -> Model:
-    """The model with weights and activations of `dtype`, computing with `operators`.
+    """The model with weights and activations of `dtype`, computing with `operators`. kv_dtype and keep_quantized as
+    TensorReader has them.
 
     progress: called with a phase and the share of the weights read so far, 0 to 1.
     Raises WeightError for an architecture, a config value or a tensor that cannot be used."""
     load = find_loader(checkpoint)
     with torch.no_grad():
-        return load(
-            ModelConfig(checkpoint.config, checkpoint.config_file), TensorReader(checkpoint, dtype, operators, progress)
-        )
+        reader = TensorReader(checkpoint, dtype, operators, progress, kv_dtype, keep_quantized)
+        return load(ModelConfig(checkpoint.config, checkpoint.config_file), reader)

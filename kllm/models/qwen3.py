@@ -25,4 +25,4 @@ def load(config: ModelConfig, reader: TensorReader) -> Decoder:
         return attention, read_mlp(reader, f"{prefix}mlp.", dims.hidden, inner)
 
     rotary = RotaryTable(scaling, dims.max_positions, reader.dtype, interleaved=False)
-    return read_decoder(reader, dims, read_layer, rotary, shape.kv_group(dims.layers, dtype_name(reader.dtype)))
+    return read_decoder(reader, dims, read_layer, rotary, shape.kv_group(dims.layers, dtype_name(reader.kv_dtype)))

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from support.real_models import smollm2_or_skip
 
+from kllm.kernels import cpu
 from kllm.llm import LLM
 from kllm.request import SamplingParams
 
@@ -72,11 +73,13 @@ def logit_error(
     return worst
 
 
-@pytest.mark.parametrize("kernels", ["reference", "invariant"])
+@pytest.mark.parametrize("kernels", ["reference", "invariant", "cpu"])
 def test_greedy_tokens(
     prompts: list[list[int]], expected: list[tuple[list[int], list[float]]], logit_error: float, kernels: str
 ) -> None:
     assert logit_error < 1e-3
+    if kernels == "cpu" and cpu.why_not() is not None:
+        pytest.skip(f"no native operators: {cpu.why_not()}")
     llm = LLM("smollm2", dtype="float32", kernels=kernels, num_kv_blocks=2048)
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     outputs = llm.generate(prompts, params, progress=False)

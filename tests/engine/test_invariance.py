@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cpu_kernels import INSTRUCTION_SETS, need_instruction_set
 from support.engines import make_engine
 
 from kllm.engine.core import EngineCore
@@ -102,6 +103,31 @@ def check_invariance(model: Path | str, batch: list[list[int]], max_tokens: int,
 
 def test_tiny_llama(tiny_llama_folder: Path) -> None:
     check_invariance(tiny_llama_folder, prompts(16, 20, 150, 271, seed=1), 24, block_size=8)
+
+
+NATIVE: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8 with float activations": {"dtype": "bfloat16", "quantization": "int8", "activations": "float"},
+    "4 bit": {"dtype": "bfloat16", "quantization": "q4_1"},
+}
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_operators(tiny_llama_folder: Path, name: str, instruction_set: str) -> None:
+    """The native operators sum in one order, whatever the batch is, on every instruction set and in every format."""
+    need_instruction_set(instruction_set)
+    options = {"kernels": "cpu", "instruction_set": instruction_set, "threads": 2, **NATIVE[name]}
+    check_invariance(tiny_llama_folder, prompts(16, 20, 150, 271, seed=1), 12, block_size=8, **options)
+
+
+def test_int8_kv_cache(tiny_llama_folder: Path) -> None:
+    """What is cached is quantised per token, so it does not matter with which others it was computed."""
+    batch = prompts(8, 20, 150, 271, seed=3)
+    check_invariance(tiny_llama_folder, batch, 12, block_size=8, kv_cache_dtype="int8")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kllm.hub.cache import ModelCache, Record, models_folder
+from kllm.hub.cache import ModelCache, Record, models_folder, quantized_folder
 from kllm.hub.source import ModelSource, ModelSourceError
 
 
@@ -16,6 +16,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelCache:
 
 def test_place_follows_xdg(tmp_path, monkeypatch, cache):
     assert cache.folder == tmp_path / "kllm" / "models" / "org--name"
+    assert quantized_folder() == tmp_path / "kllm" / "quantized"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert models_folder() == tmp_path / "home" / ".cache" / "kllm" / "models"

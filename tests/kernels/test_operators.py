@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference_math import error, make_batch, naive_attention, naive_mla, shuffled_tables
 
+from kllm.kernels import cpu
 from kllm.kernels.operators import ExpertWeights, LatentWeights, Operators, Rotation
 from kllm.kernels.reference import absorbing_is_cheaper
 from kllm.kernels.reference_attention import StepLayout
 from kllm.kernels.registry import get_operators
+from kllm.quantization.int8_rows import to_int8
 
-NAMES = ["reference", "invariant"]
+NAMES = ["reference", "invariant"] + (["cpu"] if cpu.why_not() is None else [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 MIXED_ROWS = [(0, 7), (20, 1), (16, 5), (37, 1), (0, 1), (3, 150), (170, 1)]
@@ -72,8 +74,9 @@ def test_swiglu_and_embedding(ops: Operators, dtype: torch.dtype) -> None:
     x = randn(0, 9, 2 * 37, dtype=dtype)
     gate, up = x.double().chunk(2, -1)
     assert error(ops.swiglu(x), gate * gate.sigmoid() * up) < TOLERANCE[dtype] * 2
-    table = randn(1, 11, 5, dtype=dtype)
-    assert torch.equal(ops.embedding(torch.tensor([3, 0, 10, 3]), table), table[[3, 0, 10, 3]])
+    rows = randn(1, 11, 5, dtype=dtype)
+    table = ops.pack_embedding(rows, rows.dtype, None)
+    assert torch.equal(ops.embedding(torch.tensor([3, 0, 10, 3]), table), rows[[3, 0, 10, 3]])
 
 
 def test_write_kv_touches_only_its_slots(ops: Operators) -> None:
@@ -83,6 +86,13 @@ def test_write_kv_touches_only_its_slots(ops: Operators) -> None:
     ops.write_kv(cache, values, batch)
     assert torch.equal(cache[[2, 1, 4], [3, 0, 0]], values)
     assert cache.count_nonzero() == values.numel()
+
+
+def test_write_kv_takes_another_type(ops: Operators) -> None:
+    batch = make_batch([(3, 2)], 4, [[2, 1]])
+    cache, values = torch.zeros(3, 4, 2, 8, dtype=torch.bfloat16), randn(0, 2, 2, 8)
+    ops.write_kv(cache, values, batch)
+    assert torch.equal(cache[[2, 1], [3, 0]], values.bfloat16())
 
 
 def gqa_case(rows: list[tuple[int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype, block_tokens: int):
@@ -109,6 +119,32 @@ def test_attention_over_decode_rows_only(ops: Operators, dtype: torch.dtype) -> 
     q, k, v, batch = gqa_case([(40, 1), (44, 1), (47, 1)], 6, 2, 16, dtype, 16)
     assert len(StepLayout.of(batch).decode) == 1
     assert error(ops.attention(q, k, v, batch, 0.25), naive_attention(q, k, v, batch, 0.25)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "block_tokens"), [(9, 3, 16), (4, 4, 5), (6, 1, 128)])
+def test_attention_over_an_int8_cache(
+    ops: Operators, dtype: torch.dtype, heads: int, kv_heads: int, block_tokens: int
+) -> None:
+    """Of decode rows, chunks and both, against float64 over the values that the cache stands for."""
+    tolerance = TOLERANCE[dtype] * 3
+    if ops.name == "cpu":
+        tolerance = max(tolerance, 5e-4)  # queries and probabilities meet the cache's bytes in 16 bits
+    for rows in (MIXED_ROWS, [(40, 1), (44, 1), (47, 1)], [(3, 150)]):
+        q, k, v, batch = gqa_case(rows, heads, kv_heads, 16, dtype, block_tokens)
+        (k, k_scales), (v, v_scales) = to_int8(k), to_int8(v * 3)
+        actual = ops.attention(q, k, v, batch, 0.25, k_scales, v_scales)
+        keys, values = (c.double() * s.double().unsqueeze(-1) for c, s in ((k, k_scales), (v, v_scales)))
+        assert actual.dtype == dtype
+        assert error(actual, naive_attention(q, keys, values, batch, 0.25)) < tolerance
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_over_a_cache_of_another_type(ops: Operators, dtype: torch.dtype, cached: torch.dtype) -> None:
+    q, k, v, batch = gqa_case(MIXED_ROWS, 6, 2, 16, cached, 16)
+    actual = ops.attention(q.to(dtype), k, v, batch, 0.25)
+    assert error(actual, naive_attention(q.to(dtype), k, v, batch, 0.25)) < TOLERANCE[torch.bfloat16]
 
 
 @given(rows=rows_strategy, block_tokens=st.sampled_from([1, 5, 16]), name=st.sampled_from(NAMES))
@@ -190,4 +226,4 @@ def test_expert_scores_are_float32(ops: Operators) -> None:
 def test_unknown_operators_are_named() -> None:
     with pytest.raises(ValueError, match="'fast'"):
         get_operators("fast")
-    assert get_operators("auto").name == "reference"
+    assert get_operators("auto").name == ("reference" if cpu.why_not() else "cpu")

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cpu_kernels import INSTRUCTION_SETS, need_instruction_set
 from support.reference_math import error
 from support.running import run_rows
 
 from kllm.hub.source import ModelSource
-from kllm.kernels.registry import get_operators
+from kllm.kernels.registry import get_operators, use_machine
 from kllm.models import deepseek_v3
 from kllm.models.layers.tensors import TensorReader
 from kllm.models.loader import load_model
@@ -41,12 +42,16 @@ def reference(folder: Path) -> tuple[list[int], torch.Tensor]:
     return expected["tokens"].tolist(), expected["logits"]
 
 
-@pytest.mark.parametrize("operators", ["reference", "invariant"])
+@pytest.mark.parametrize("operators", ["reference", "invariant", *INSTRUCTION_SETS])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits(models_folder: Path, name: str, operators: str) -> None:
     folder = models_folder / name
     tokens, expected = reference(folder)
     checkpoint = open_checkpoint(ModelSource(name, "folder", folder))
+    if operators in INSTRUCTION_SETS:
+        need_instruction_set(operators)
+        use_machine(2, operators)
+        operators = "cpu"
     model = load_model(checkpoint, torch.float32, get_operators(operators))
     for split, counts in SPLITS.items():
         (logits,) = run_rows(model, [tokens], [[count] for count in counts])

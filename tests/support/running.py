@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from support.reference_math import make_batch, shuffled_tables
 
 from kllm.cache.kv_spec import KVSpec
+from kllm.kernels.linear import QuantizedRows
 from kllm.models.interface import KVCache, Model
 from kllm.models.weights.interface import WeightError
 
@@ -19,10 +21,14 @@ class DictCheckpoint:
     def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.config = config
         self.config_file = "memory"
+        self.files: tuple[Path, ...] = ()
         self.tensors = tensors
 
     def names(self) -> Iterable[str]:
         return self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if name not in self.tensors:
@@ -31,6 +37,9 @@ class DictCheckpoint:
         if tuple(tensor.shape) != shape:
             raise WeightError(f"memory: tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor.to(dtype, copy=True)
+
+    def get_quantized(self, name: str, shape: tuple[int, int]) -> QuantizedRows | None:
+        return None
 
 
 def allocate(spec: KVSpec, blocks: int) -> KVCache:

@@ -11,8 +11,10 @@ import torch
 from kllm.cache.kv_spec import Group, KVSpec
 from kllm.kernels.batch import ForwardBatch
 from kllm.kernels.linear import LinearWeight
-from kllm.kernels.operators import Operators, Rotation
+from kllm.kernels.operators import DenseLayer, DenseShape, EmbeddingTable, Operators, Rotation
 from kllm.models.interface import KVCache
+from kllm.models.layers.gqa import GqaAttention
+from kllm.models.layers.mlp import Mlp
 from kllm.models.layers.rotary import RotaryTable
 from kllm.models.layers.tensors import TensorReader
 from kllm.models.model_config import ModelConfig
@@ -33,6 +35,26 @@ class DecoderLayer:
     attention: Attention
     mlp_norm: torch.Tensor
     mlp: FeedForward
+
+    def as_dense(self) -> DenseLayer | None:
+        """The same as DenseLayer, if it is one."""
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, GqaAttention) or not isinstance(mlp, Mlp):
+            return None
+        return DenseLayer(
+            self.attention_norm,
+            attention.qkv,
+            attention.qkv_bias,
+            attention.q_norm,
+            attention.k_norm,
+            attention.out,
+            attention.out_bias,
+            self.mlp_norm,
+            mlp.gate_up,
+            mlp.gate_up_bias,
+            mlp.down,
+            mlp.down_bias,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +91,7 @@ class Decoder:
         self,
         dimensions: Dimensions,
         operators: Operators,
-        embedding: torch.Tensor,
+        embedding: EmbeddingTable,
         layers: list[DecoderLayer],
         final_norm: torch.Tensor,
         head: LinearWeight,
@@ -87,21 +109,39 @@ class Decoder:
         self._head = head
         self._rotary = rotary
         self._kv_group = kv_group
+        dense = self._as_dense(dimensions.hidden)
+        self._stack = operators.dense_stack(*dense) if dense is not None else None
 
     def kv_spec(self, block_tokens: int) -> KVSpec:
         return KVSpec((self._kv_group,), block_tokens)
 
     def forward(self, tokens: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         ops, eps = self._operators, self._eps
+        if self._stack is not None:
+            return ops.rms_norm(self._stack(tokens, batch, cache), self._final_norm, eps)
         rotation = self._rotary.at(batch.positions)
         x = ops.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             x = x + layer.attention(ops.rms_norm(x, layer.attention_norm, eps), batch, rotation, cache, index)
             x = x + layer.mlp(ops.rms_norm(x, layer.mlp_norm, eps))
+        if batch.wanted is not None:
+            x = x.index_select(0, batch.wanted)
         return ops.rms_norm(x, self._final_norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._operators.linear(hidden, self._head).float()
+
+    def _as_dense(self, hidden: int) -> tuple[DenseShape, list[DenseLayer], EmbeddingTable] | None:
+        """The layers as operators take them in one piece, if they are all of that kind."""
+        layers = [layer.as_dense() for layer in self._layers]
+        dense = [layer for layer in layers if layer is not None]
+        first = self._layers[0].attention if self._layers else None
+        if len(dense) < len(layers) or not isinstance(first, GqaAttention) or self._rotary.interleaved:
+            return None
+        shape = first.shape
+        cos, sin = self._rotary.cos, self._rotary.sin
+        dims = DenseShape(hidden, shape.heads, shape.kv_heads, shape.head_dim, self._eps, cos, sin, self.dtype)
+        return dims, dense, self._embedding
 
 
 LayerReader = Callable[[str, int], tuple[Attention, FeedForward]]
@@ -113,7 +153,10 @@ def read_decoder(
 ) -> Decoder:
     """Reads embedding, head, norms and, through read_layer, everything else. Reports progress per layer."""
     hidden, steps = dimensions.hidden, dimensions.layers + 2
-    embedding = reader.tensor("model.embed_tokens.weight", dimensions.vocab_size, hidden)
+    rows = reader.rows("model.embed_tokens", dimensions.vocab_size, hidden)
+    head = reader.operators.pack_linear(rows) if dimensions.tied else None
+    embedding = reader.operators.pack_embedding(rows, reader.dtype, head)
+    del rows
     reader.report(1 / steps)
     layers = []
     for index in range(dimensions.layers):
@@ -125,9 +168,7 @@ def read_decoder(
         layers.append(DecoderLayer(norms[0], attention, norms[1], mlp))
         reader.report((index + 2) / steps)
     final_norm = reader.tensor("model.norm.weight", hidden)
-    if dimensions.tied:
-        head = reader.operators.pack_linear(embedding)
-    else:
+    if head is None:
         head = reader.linear(["lm_head"], [dimensions.vocab_size], hidden)
     reader.report(1.0)
     return Decoder(dimensions, reader.operators, embedding, layers, final_norm, head, rotary, kv_group)

@@ -13,6 +13,7 @@ from kllm.kernels.operators import Operators, Rotation
 from kllm.models.interface import KVCache
 from kllm.models.layers.tensors import TensorReader
 from kllm.models.model_config import ModelConfig
+from kllm.quantization.int8_rows import to_int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,14 @@ class GqaShape:
     head_dim: int
 
     def kv_group(self, layers: int, dtype: str) -> Group:
+        """int8 comes with a float32 scale per token and head, in records of their own."""
         entry = (self.kv_heads, self.head_dim)
-        records = tuple(Record(name, layers, entry, dtype, shard="heads") for name in ("k", "v"))
-        return Group("full", records)
+        records = [Record(name, layers, entry, dtype, shard="heads") for name in ("k", "v")]
+        if dtype == "int8":
+            records += [
+                Record(name, layers, (self.kv_heads,), "float32", shard="heads") for name in ("k_scale", "v_scale")
+            ]
+        return Group("full", tuple(records))
 
 
 def read_gqa_shape(config: ModelConfig) -> GqaShape:
@@ -67,11 +73,25 @@ class GqaAttention:
             q = ops.rms_norm(qk[:, :heads], self.q_norm, self.eps)
             qk = torch.cat((q, ops.rms_norm(qk[:, heads:], self.k_norm, self.eps)), dim=1)
         qk = ops.rope(qk, rotation)
-        k_cache, v_cache = cache["k"][layer], cache["v"][layer]
-        ops.write_kv(k_cache, qk[:, heads:], batch)
-        ops.write_kv(v_cache, v, batch)
-        attended = ops.attention(qk[:, :heads], k_cache, v_cache, batch, shape.head_dim**-0.5)
+        k, k_scales = self._write(cache, "k", layer, qk[:, heads:], batch)
+        v, v_scales = self._write(cache, "v", layer, v, batch)
+        attended = ops.attention(qk[:, :heads], k, v, batch, shape.head_dim**-0.5, k_scales, v_scales)
         return ops.linear(attended.flatten(1), self.out, self.out_bias)
+
+    def _write(
+        self, cache: KVCache, name: str, layer: int, vectors: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Writes vectors [T, Hkv, D] into this record, and their scales where it has them. Returns this layer's part
+        of the record and of the scales."""
+        record = cache[name][layer]
+        if f"{name}_scale" not in cache:
+            self.operators.write_kv(record, vectors, batch)
+            return record, None
+        scale_record = cache[f"{name}_scale"][layer]
+        values, scales = to_int8(vectors)
+        self.operators.write_kv(record, values, batch)
+        self.operators.write_kv(scale_record, scales, batch)
+        return record, scale_record
 
 
 def read_gqa(

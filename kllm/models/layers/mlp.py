@@ -30,7 +30,7 @@ def read_mlp(reader: TensorReader, prefix: str, hidden: int, inner: int, bias: b
     pair = [f"{prefix}gate_proj", f"{prefix}up_proj"]
     return Mlp(
         reader.operators,
-        reader.linear(pair, [inner, inner], hidden),
+        reader.linear(pair, [inner, inner], hidden, gated=True),
         reader.linear([f"{prefix}down_proj"], [hidden], inner),
         reader.bias(pair, [inner, inner]) if bias else None,
         reader.bias([f"{prefix}down_proj"], [hidden]) if bias else None,

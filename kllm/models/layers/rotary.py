@@ -22,24 +22,26 @@ class RopeScaling:
 
 
 class RotaryTable:
-    """Cosines and sines of every position up to the model's length, in the type of the activations."""
+    """Cosines and sines of every position up to the model's length. dtype: of the activations.
+
+    cos, sin: float32 [positions, size], see Rotation."""
 
     def __init__(self, scaling: RopeScaling, max_positions: int, dtype: torch.dtype, interleaved: bool) -> None:
         angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * scaling.inv_freq
-        cos = (angles.cos() * scaling.amplitude).to(dtype)
-        sin = (angles.sin() * scaling.amplitude).to(dtype)
+        cos, sin = angles.cos() * scaling.amplitude, angles.sin() * scaling.amplitude
         if interleaved:
-            self._cos = torch.stack((cos, cos), dim=-1).flatten(1)
-            self._sin = torch.stack((-sin, sin), dim=-1).flatten(1)
+            self.cos = torch.stack((cos, cos), dim=-1).flatten(1)
+            self.sin = torch.stack((-sin, sin), dim=-1).flatten(1)
         else:
-            self._cos = torch.cat((cos, cos), dim=-1)
-            self._sin = torch.cat((-sin, sin), dim=-1)
-        self._interleaved = interleaved
+            self.cos = torch.cat((cos, cos), dim=-1)
+            self.sin = torch.cat((-sin, sin), dim=-1)
+        self.interleaved = interleaved
+        self._dtype = dtype
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """Rotation of tokens at positions int64 [T]."""
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        return Rotation(cos.unsqueeze(1), sin.unsqueeze(1), self._interleaved)
+        cos, sin = (table.index_select(0, positions).to(self._dtype) for table in (self.cos, self.sin))
+        return Rotation(cos.unsqueeze(1), sin.unsqueeze(1), self.interleaved)
 
 
 def read_scaling(config: ModelConfig, size: int, max_positions: int) -> RopeScaling:

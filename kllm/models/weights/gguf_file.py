@@ -6,14 +6,16 @@ import mmap
 import re
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kllm.hub.gguf import GGUFFile, TensorInfo
 from kllm.hub.gguf_config import translate_config
-from kllm.models.weights.gguf_quants import dequantize
+from kllm.kernels.linear import QuantizedRows
 from kllm.models.weights.interface import WeightError
+from kllm.quantization.block_decoders import decode
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -56,6 +58,7 @@ class GGUFCheckpoint:
         self._file = file
         self.config = translate_config(file)
         self.config_file = str(file.path)
+        self.files: tuple[Path, ...] = (file.path,)
         self._tensors: dict[str, TensorInfo] = {}
         for name, info in file.tensors.items():
             translated = hugging_face_name(name)
@@ -70,21 +73,44 @@ class GGUFCheckpoint:
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._named(name).shape
+
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        info = self._tensors.get(name)
-        if info is None:
-            raise WeightError(f"{self._file.path}: tensor {name} is missing")
+        info = self._find(name, shape)
+        tensor = decode(self._raw(info), info.type, info.shape, dtype)
+        self._let_go(info)
+        return tensor
+
+    def get_quantized(self, name: str, shape: tuple[int, int]) -> QuantizedRows | None:
+        info = self._find(name, shape)
+        if info.type.block == 1 or shape[1] % info.type.block:
+            return None
+        data = self._raw(info).clone().view(shape[0], -1)
+        self._let_go(info)
+        return QuantizedRows(info.type.name.lower(), shape[0], shape[1], data)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        info = self._named(name)
         if info.shape != tuple(shape):
             raise WeightError(
                 f"{self._file.path}: tensor {name} ({info.name}) has shape {list(info.shape)}, expected {list(shape)}"
             )
+        return info
+
+    def _named(self, name: str) -> TensorInfo:
+        info = self._tensors.get(name)
+        if info is None:
+            raise WeightError(f"{self._file.path}: tensor {name} is missing")
+        return info
+
+    def _raw(self, info: TensorInfo) -> torch.Tensor:
+        """The tensor's bytes, uint8, rows in Hugging Face's order."""
         raw = self._bytes[info.start : info.end]
         if self.config["model_type"] in _PERMUTED and (match := _QUERY_KEY.fullmatch(info.name)) is not None:
             heads = self.config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
             raw = self._halves_from_pairs(raw, info, heads)
-        tensor = dequantize(raw, info.type, info.shape, dtype)
-        self._let_go(info)
-        return tensor
+        return raw
 
     def _halves_from_pairs(self, raw: torch.Tensor, info: TensorInfo, heads: int) -> torch.Tensor:
         """Undo llama.cpp's row order. A head's rows lie there as 0, d/2, 1, d/2 + 1, … so that RoPE turns neighbours;

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kllm.hub.source import weight_files
+from kllm.kernels.linear import QuantizedRows
 from kllm.models.weights.interface import WeightError
 
 _INDEX = "model.safetensors.index.json"
@@ -35,18 +36,29 @@ class SafetensorsFolder:
             kind = method.get("quant_method") if isinstance(method, dict) else method
             raise WeightError(f"{self.config_file}: quantised weights ({kind}) are not supported")
         self._shards, self._index = self._open()
+        self.files = tuple(sorted({shard.path for shard in self._shards.values()}))
 
     def names(self) -> Iterable[str]:
         return self._shards.keys()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shard(name).shape(name)
+
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        shard = self._shards.get(name)
-        if shard is None:
-            raise WeightError(f"{self._index}: tensor {name} is missing")
+        shard = self._shard(name)
         try:
             return shard.read(name, tuple(shape), dtype)
         except SafetensorError as error:
             raise WeightError(f"{shard.path}: tensor {name} cannot be read ({error})") from error
+
+    def get_quantized(self, name: str, shape: tuple[int, int]) -> QuantizedRows | None:
+        return None
+
+    def _shard(self, name: str) -> _Shard:
+        shard = self._shards.get(name)
+        if shard is None:
+            raise WeightError(f"{self._index}: tensor {name} is missing")
+        return shard
 
     def _open(self) -> tuple[dict[str, _Shard], Path]:
         """Every tensor's file, and the file that says so (for messages)."""
@@ -98,6 +110,9 @@ class _Shard:
             return safe_open(str(self.path), framework="pt")
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{self.path}: truncated or damaged safetensors file ({error})") from error
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A copy in dtype. Pages read so far are let go by mapping the file anew every 64 MiB, which takes 0.2 ms."""

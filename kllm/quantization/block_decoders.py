@@ -25,7 +25,7 @@ from kllm.hub.gguf import TensorType
 _PIECE = 1 << 17  # elements decoded at once: half a MiB of float32 stays in the second-level cache
 
 
-def dequantize(raw: torch.Tensor, kind: TensorType, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def decode(raw: torch.Tensor, kind: TensorType, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """raw: uint8, the bytes of a tensor of this type and shape. Returns it in dtype, in memory of its own."""
     out = torch.empty(shape, dtype=dtype)
     flat = out.view(-1)
@@ -33,17 +33,17 @@ def dequantize(raw: torch.Tensor, kind: TensorType, shape: tuple[int, ...], dtyp
     if plain is not None:
         flat.copy_(_view(raw, plain))
         return out
-    decode = _DECODERS[kind.name]
+    decode_blocks = _DECODERS[kind.name]
     blocks, runs = raw.view(-1, kind.size), flat.view(-1, kind.block)
     step = _PIECE // kind.block
     scratch = None if dtype == torch.float32 else torch.empty(step, kind.block)
     for start in range(0, len(blocks), step):
         piece, target = blocks[start : start + step], runs[start : start + step]
         if scratch is None:
-            decode(piece, target)
+            decode_blocks(piece, target)
         else:
             values = scratch[: len(piece)]
-            decode(piece, values)
+            decode_blocks(piece, values)
             target.copy_(values)
     return out
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kllm.hub.gguf import TENSOR_TYPES
-from kllm.models.weights.gguf_quants import dequantize
+from kllm.quantization.block_decoders import decode
 
 _QUANTISED = [kind for kind in TENSOR_TYPES.values() if kind.block > 1]
 _HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2]}
@@ -30,7 +30,7 @@ def test_equals_ggml_bit_for_bit(kind, dtype):
     packed = random_blocks(kind, rows)
     expected = torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind.name])).to(dtype)
     raw = torch.from_numpy(packed).view(-1)
-    assert torch.equal(dequantize(raw, kind, (rows, 2 * kind.block), dtype), expected)
+    assert torch.equal(decode(raw, kind, (rows, 2 * kind.block), dtype), expected)
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
@@ -38,6 +38,6 @@ def test_plain_types_are_copied_even_when_not_aligned(name):
     kind = next(kind for kind in TENSOR_TYPES.values() if kind.name == name)
     values = torch.randn(4, 8).to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name])
     shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), values.view(torch.uint8).flatten()])[1:]
-    got = dequantize(shifted, kind, (4, 8), torch.float32)
+    got = decode(shifted, kind, (4, 8), torch.float32)
     assert torch.equal(got, values.float())
     assert got.data_ptr() != values.data_ptr()

@@ -1,0 +1,320 @@
+// What rows of queries do with a tile of keys, and the memory it takes.
+//
+//   float32 cache    all in float32
+//   bfloat16 cache   q and probabilities rounded to bfloat16, products summed in float32
+//   int8 cache       with AVX-512: q and probabilities as two bytes each, products exact; else as float32
+#pragma once
+
+#include "kv_tile.h"
+#include "online_softmax.h"
+
+namespace kllm::KLLM_ISA {
+
+constexpr int kPassRows = 192;  // rows that share a tile: their queries and sums stay in the second-level cache
+
+// Sums of rows over some keys: result = weighted / total, relative to 2^maximum.
+struct Sums {
+  float* weighted;  // [rows, dims]
+  float* total;     // [rows, 16]
+  float* maximum;   // [rows]
+
+  Sums from(int row, int dims) const { return {weighted + (size_t)row * dims, total + row * kLanes, maximum + row}; }
+};
+
+// The dimension that lane `lane` (a multiple of 4) of the line that starts at `first` stands for.
+template <Type kType>
+inline int dim_of_lane(int first, int lane) {
+  if (CacheTraits<kType>::ValueDot::kDepth < 4) return first + lane;
+  return first / 64 * 64 + lane * 4 + first % 64 / 4;  // interleave8
+}
+
+class Carver {
+ public:
+  explicit Carver(void* base) : base_((uint8_t*)base) {}
+  template <class T>
+  T* take(size_t count) {
+    size_t at = bytes_;
+    bytes_ += (count * sizeof(T) + 63) / 64 * 64;
+    return base_ ? (T*)(base_ + at) : nullptr;
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  uint8_t* base_;
+  size_t bytes_ = 0;
+};
+
+struct Workspace {
+  int capacity;     // KV heads times queries that a pass has room for
+  uint8_t* q;       // [rows] padded queries, as the product wants them
+  float* scales;    // [rows] of the scores, log2(e) included
+  int32_t* starts;  // [rows, 2] int8 cache: of the sums of q times bytes, for their being unsigned
+  int* limits;      // [rows] context
+  Sums part, whole;
+  float* scores;    // [kRowBlock, 64]
+  uint8_t* p;       // [kRowBlock] rows of probabilities, 256 bytes each
+  KvTile tile;
+  size_t bytes;
+
+  Workspace(void* base, int group, int head_dim, Type type) {
+    Carver carver(base);
+    const size_t dims = padded_dim(head_dim, type);
+    capacity = group < kPassRows ? kPassRows / group : 1;
+    const size_t rows = (size_t)capacity * group;
+    q = carver.take<uint8_t>(rows * dims * 4);
+    scales = carver.take<float>(rows);
+    starts = carver.take<int32_t>(rows * 2);
+    limits = carver.take<int>(rows);
+    for (Sums* sums : {&part, &whole}) {
+      *sums = {carver.take<float>(rows * dims), carver.take<float>(rows * kLanes), carver.take<float>(rows)};
+    }
+    scores = carver.take<float>(kRowBlock * kTileKeys);
+    p = carver.take<uint8_t>(kRowBlock * kTileKeys * 4);
+    tile.keys = carver.take<uint8_t>(dims * kTileKeys * 4);
+    tile.values = carver.take<uint8_t>(dims * kTileKeys * 4);
+    tile.key_scales = carver.take<float>(kTileKeys);
+    tile.value_scales = carver.take<float>(kTileKeys);
+    tile.copies = carver.take<uint8_t>(2 * kTileKeys * dims * size_of(type));
+    tile.blank = carver.take<uint8_t>(dims * size_of(type));
+    bytes = carver.bytes();
+  }
+};
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// q [head_dim] as two rows of bytes: q = scale (high + low / 254) to 1 / 254 of what one row gives.
+inline void put_split_query(const Workspace& work, int row, const float* q, int head_dim, int dims, float scale) {
+  vf peak = zero();
+  auto at = [&](int i) {
+    const int left = head_dim - i;
+    return left >= kLanes ? load(q + i) : left > 0 ? load_n(q + i, left) : zero();
+  };
+  for (int i = 0; i < dims; i += kLanes) peak = max(peak, abs(at(i)));
+  const float unit = top(peak) / 127.0f;
+  const vf inverse = set1(unit > 0 ? 1.0f / unit : 0.0f);
+  int8_t* high = (int8_t*)work.q + (size_t)row * 2 * dims;
+  vi sums[2] = {izero(), izero()};
+  for (int i = 0; i < dims; i += kLanes) {
+    vf x = min(max(at(i) * inverse, set1(-127.0f)), set1(127.0f)), whole = round(x);
+    vi parts[2] = {to_int(whole), to_int((x - whole) * set1(254.0f))};
+    for (int part = 0; part < 2; ++part) {
+      store_i8(high + part * dims + i, parts[part]);
+      sums[part] = sums[part] + parts[part];
+    }
+  }
+  work.scales[row] = scale * kLog2E * unit;
+  for (int part = 0; part < 2; ++part) work.starts[row * 2 + part] = -128 * isum(sums[part]);
+}
+
+template <Type kType>
+inline void put_query(const Workspace& work, int row, const float* q, int head_dim, int dims, float scale) {
+  constexpr int kDepth = CacheTraits<kType>::KeyDot::kDepth;
+  if constexpr (kDepth == 4) return put_split_query(work, row, q, head_dim, dims, scale);
+  work.scales[row] = scale * kLog2E;
+  uint8_t* to = work.q + (size_t)row * dims * 4 / kDepth;
+  for (int i = 0; i < dims; i += kLanes) {
+    const int left = head_dim - i;
+    vf x = left >= kLanes ? load(q + i) : left > 0 ? load_n(q + i, left) : zero();
+    if constexpr (kDepth == 2) {
+      store_bf16((uint16_t*)to + i, x);
+    } else {
+      store((float*)to + i, kType == Type::kBF16 ? round_bf16(x) : x);
+    }
+  }
+}
+
+// The rows of one KV head and what they do with its tile. Rows are counted from the head's first in `sums`, and from
+// `base` in the workspace.
+template <Type kType>
+struct RowsOfTile {
+  using KeyDot = typename CacheTraits<kType>::KeyDot;
+  using ValueDot = typename CacheTraits<kType>::ValueDot;
+  static constexpr bool kRounded = kType == Type::kBF16;
+  static constexpr bool kScaled = kType == Type::kI8;
+  using Cache = CacheLines<kType>;
+  static constexpr int kDepth = KeyDot::kDepth;
+  static constexpr bool kSplit = kDepth == 4;     // each row is two rows of bytes
+  static constexpr int kProducts = kSplit ? 2 : 1;
+  static constexpr int kBlock = kRowBlock / kProducts;
+  static constexpr size_t kPStride = kTileKeys * 4 / kDepth;
+
+  const Workspace& work;
+  const int dims;
+  const int start;  // position of the tile's first key
+  const int base;
+  const Sums sums;
+  TileBuilder<kType>& tile;
+
+  // Rows [row, end). The tile has been selected.
+  void attend(int row, int end) const {
+    if (Cache::kSteps == 1 && end - row <= kBlock) {
+      attend_some<true>(row, end);
+    } else {
+      tile.build();
+      attend_some<false>(row, end);
+    }
+  }
+
+ private:
+  template <bool kDirect>
+  void attend_some(int row, int end) const {
+    for (; row + kBlock <= end; row += kBlock) attend_rows<kBlock, kDirect>(row);
+    switch (end - row) {
+      case 5: return attend_few<5, kDirect>(row);
+      case 4: return attend_few<4, kDirect>(row);
+      case 3: return attend_few<3, kDirect>(row);
+      case 2: return attend_few<2, kDirect>(row);
+      case 1: return attend_few<1, kDirect>(row);
+    }
+  }
+
+  template <int kRows, bool kDirect>
+  void attend_few(int row) const {
+    if constexpr (kRows < kBlock) attend_rows<kRows, kDirect>(row);
+  }
+
+  int visible(int row) const {
+    int keys = work.limits[base + row] - start;
+    return keys < kTileKeys ? keys : kTileKeys;
+  }
+
+  template <int kRows, bool kDirect>
+  void attend_rows(int row) const {
+    const int keys = visible(row + kRows - 1);
+    score<kRows, kDirect>(row, (keys + kLanes - 1) / kLanes);
+    float units[kRows], factors[kRows];
+    for (int r = 0; r < kRows; ++r) factors[r] = softmax(row + r, r, units[r]);
+    float* out = sums.weighted + (size_t)row * dims;
+    if constexpr (kSplit) {
+      weigh<kRows, kDirect>(keys, AddSplitInts{out, (size_t)dims, factors, units});
+    } else {
+      weigh<kRows, kDirect>(keys, AddFloats{{out, (size_t)dims}, factors});
+    }
+  }
+
+  // Adds the values of `keys` keys, weighted.
+  template <int kRows, bool kDirect, class End>
+  void weigh(int keys, const End& end) const {
+    const int steps = (keys + kDepth - 1) / kDepth;
+    const TileRows p{work.p, kPStride};
+    if constexpr (kDirect) {
+      const int ask = 1 + tile.values_ahead.lines() / (steps * ((dims + 63) / 64));
+      CachedValues<kType> values{tile.values, tile.values_ahead, ask};
+      multiply<ValueDot, kRows * kProducts>(steps, p, values, dims / kLanes, end);
+      values.ahead.ask(values.ahead.lines() + 64);
+    } else {
+      TileLines values{work.tile.values, (size_t)dims * 4};
+      multiply<ValueDot, kRows * kProducts>(steps, p, values, dims / kLanes, end);
+    }
+  }
+
+  // Products of rows and keys to work.scores.
+  template <int kRows, bool kDirect>
+  void score(int row, int lines) const {
+    const size_t stride = (size_t)dims * 4 / kDepth;
+    const TileRows q{work.q + (size_t)(base + row) * kProducts * stride, stride};
+    if constexpr (kSplit) {
+      score_to<kRows, kDirect>(q, lines, SetInts{(int32_t*)work.scores, kTileKeys, work.starts + (base + row) * 2});
+    } else {
+      score_to<kRows, kDirect>(q, lines, SetFloats{work.scores, kTileKeys});
+    }
+  }
+
+  template <int kRows, bool kDirect, class End>
+  void score_to(TileRows q, int lines, End end) const {
+    if constexpr (kDirect) {
+      score_cached<kRows * kProducts>(q, lines, end);
+    } else {
+      TileLines keys{work.tile.keys, kKeyLines * 64};
+      multiply<KeyDot, kRows * kProducts>(dims / kDepth, q, keys, lines, end);
+    }
+  }
+
+  // The same from the cache: keys are transposed in registers, two lines at a time for the latency of the sums.
+  template <int kRows, class End>
+  void score_cached(TileRows q, int lines, End end) const {
+    const int pieces = dims * (int)Cache::kSize / 16;
+    Ahead ahead = tile.keys_ahead;
+    const int ask = 1 + ahead.lines() / (pieces * ((lines + 1) / 2));
+    for (int line = 0; line < lines; line += 2, end.skip(2)) {
+      typename KeyDot::Sum acc[kRows][2];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = end.begin(r, 0);
+      for (int piece = 0; piece < pieces; ++piece) {
+        vw words[2][4];
+        Cache::transposed(tile.keys + line * kLanes, piece, words[0]);
+        Cache::transposed(tile.keys + (line + 1) * kLanes, piece, words[1]);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+            typename KeyDot::Word x = KeyDot::spread(q.data + r * q.stride + piece * 16 + i * 4);
+            acc[r][0] = KeyDot::dot(acc[r][0], KeyDot::line(words[0][i]), x);
+            acc[r][1] = KeyDot::dot(acc[r][1], KeyDot::line(words[1][i]), x);
+          }
+        }
+        ahead.ask(ask);
+      }
+      end.end(acc);
+    }
+    ahead.ask(ahead.lines() + 64);
+  }
+
+  float softmax(int row, int slot, float& unit) const {
+    switch ((visible(row) + kLanes - 1) / kLanes) {
+      case 4: return softmax_of<4>(row, slot, unit);
+      case 3: return softmax_of<3>(row, slot, unit);
+      case 2: return softmax_of<2>(row, slot, unit);
+      default: return softmax_of<1>(row, slot, unit);
+    }
+  }
+
+  // From scores to the probabilities of one row. unit: what one of them is worth, if they are bytes.
+  template <int kLines>
+  float softmax_of(int row, int slot, float& unit) const {
+    const int keys = visible(row);
+    vf p[kLines];
+    for (int i = 0; i < kLines; ++i) p[i] = score_line(slot, i);
+    const float factor = softmax_lines<kLines, kRounded>(p, keys, work.scales[base + row],
+                                                         kScaled ? work.tile.key_scales : nullptr,
+                                                         {sums.maximum + row, sums.total + row * kLanes});
+    if constexpr (kScaled) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kLines; ++i) p[i] = p[i] * load(work.tile.value_scales + i * kLanes);
+    }
+    vf inverse = zero();
+    if constexpr (kSplit) {
+      vf peak = p[0];
+#pragma GCC unroll 4
+      for (int i = 1; i < kLines; ++i) peak = max(peak, p[i]);
+      unit = top(peak) / 65500.0f;  // below 2^16, rounding included
+      inverse = set1(unit > 0 ? 1.0f / unit : 0.0f);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeyLines; ++i) {
+      put_probabilities(slot, i, i < kLines ? p[i < kLines ? i : 0] : zero(), inverse);
+    }
+    return factor;
+  }
+
+  KLLM_INLINE vf score_line(int slot, int line) const {
+    const float* scores = work.scores + slot * kProducts * kTileKeys + line * kLanes;
+    if constexpr (!kSplit) return load(scores);
+    const int32_t* sums = (const int32_t*)scores;
+    return fma(to_float(iload(sums + kTileKeys)), set1(1.0f / 254), to_float(iload(sums)));
+  }
+
+  KLLM_INLINE void put_probabilities(int slot, int line, vf p, [[maybe_unused]] vf inverse) const {
+    uint8_t* to = work.p + slot * kProducts * kPStride;
+#if defined(__AVX512F__)
+    if constexpr (kSplit) return split_bytes(to_int(p * inverse), to + kPStride + line * kLanes, to + line * kLanes);
+#endif
+    if constexpr (kDepth == 2) {
+      store_bf16((uint16_t*)to + line * kLanes, p);
+    } else {
+      store((float*)to + line * kLanes, p);
+    }
+  }
+};
+
+}  // namespace kllm::KLLM_ISA

@@ -1,0 +1,307 @@
+// Sixty-four cached tokens of one KV head, brought from the paged cache into the layout of tile_product.h.
+//
+//   keys     [head_dim / depth][4 lines]            lane = key: scores of 16 keys a line
+//   values   [64 / depth][head_dim / 16 lines]      lane = dimension; of int8, in the order of interleave8
+//
+// Tiles start at multiples of 64 tokens of the context, whatever the task. Nothing past the task's last cached token is
+// read: that memory may hold anything.
+#pragma once
+
+#include "kernels.h"
+#include "tile_product.h"
+
+namespace kllm::KLLM_ISA {
+
+constexpr int kTileKeys = 64;
+constexpr int kKeyLines = kTileKeys / kLanes;
+constexpr int kTilesAhead = 2;  // whose memory has been asked for
+
+template <Type kType>
+struct CacheTraits;
+
+template <>
+struct CacheTraits<Type::kF32> {
+  using KeyDot = FloatDot;
+  using ValueDot = FloatDot;
+};
+template <>
+struct CacheTraits<Type::kBF16> {
+#if defined(__AVX512BF16__)
+  using KeyDot = PairDot;
+  using ValueDot = PairDot;
+#else
+  using KeyDot = FloatDot;
+  using ValueDot = FloatDot;
+#endif
+};
+template <>
+struct CacheTraits<Type::kI8> {
+#if defined(__AVX512F__)
+  using KeyDot = ByteDot<false>;
+  using ValueDot = ByteDot<true>;
+#else
+  using KeyDot = FloatDot;
+  using ValueDot = FloatDot;
+#endif
+};
+
+// head_dim as tiles have it: whole 64-byte lines of cache bytes, padded with zeros.
+inline int padded_dim(int head_dim, Type type) {
+  int unit = 64 / (int)size_of(type);
+  return (head_dim + unit - 1) / unit * unit;
+}
+
+struct KvTile {
+  uint8_t* keys;
+  uint8_t* values;
+  float* key_scales;    // int8 cache: [64], of the scores
+  float* value_scales;  // int8 cache: [64]
+  uint8_t* copies;      // [2, 64] padded entries, for head sizes that are not whole lines
+  uint8_t* blank;       // one padded entry of zeros
+};
+
+// Asks for the memory of entries to come, some lines at a time. Into the second-level cache: it takes far more requests
+// at a time than the first, and what keeps memory busy is that there are always some under way.
+struct Ahead {
+  const uint8_t* base;
+  const size_t* entries;
+  size_t entry_bytes;
+  size_t span;  // bytes of an entry's heads
+  int token, end;
+  const uint8_t* next = nullptr;
+  const uint8_t* stop = nullptr;
+
+  int lines() const { return (end - token) * (int)((span + 63) / 64); }
+  KLLM_INLINE void ask(int lines) {
+    for (; lines > 0; --lines) {
+      if (next >= stop) {
+        if (token >= end) return;
+        next = base + entries[token++] * entry_bytes;
+        stop = next + span;
+      }
+      // As the built-in function, which GCC takes for an access that accumulators have to be in memory for.
+      asm volatile("prefetcht1 (%0)" : : "r"(next));
+      next += 64;
+    }
+  }
+};
+
+template <Type kType>
+struct CacheLines {
+  using Dot = typename CacheTraits<kType>::KeyDot;
+  static constexpr int kDepth = Dot::kDepth;
+  static constexpr size_t kSize = kType == Type::kF32 ? 4 : kType == Type::kBF16 ? 2 : 1;
+  // Steps of the product that one 32-bit word of keys makes; if it is one, keys need no conversion.
+  static constexpr int kSteps = 4 / (int)kSize / kDepth;
+
+  // Words [4 piece, 4 piece + 4) of 16 keys, a word of each to a line.
+  static KLLM_INLINE void transposed(const uint8_t* const* key, int piece, vw (&words)[4]) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      words[i] = join4(key[i] + piece * 16, key[4 + i] + piece * 16, key[8 + i] + piece * 16, key[12 + i] + piece * 16);
+    }
+    transpose4(words[0], words[1], words[2], words[3]);
+    if constexpr (kType == Type::kI8 && kSteps == 1) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) words[i] = unsigned_bytes(words[i]);
+    }
+  }
+
+  // kDepth lines of values: of the entries of kDepth keys from byte `at` on.
+  static KLLM_INLINE void interleaved(const uint8_t* const* rows, size_t at, typename Dot::Word* lines) {
+#if defined(__AVX512F__)
+    if constexpr (kDepth == 4) {
+      vw words[4];
+      interleave8(wload(rows[0] + at), wload(rows[1] + at), wload(rows[2] + at), wload(rows[3] + at), words);
+      for (int i = 0; i < 4; ++i) lines[i] = words[i];
+      return;
+    } else if constexpr (kDepth == 2) {
+      interleave16(wload(rows[0] + at), wload(rows[1] + at), lines[0], lines[1]);
+      return;
+    }
+#endif
+    if constexpr (kDepth > 1) {
+      return;
+    } else if constexpr (kType == Type::kF32) {
+      lines[0] = load((const float*)(rows[0] + at));
+    } else if constexpr (kType == Type::kBF16) {
+      lines[0] = load_bf16((const uint16_t*)(rows[0] + at));
+    } else {
+      lines[0] = to_float(load_i8((const int8_t*)(rows[0] + at)));
+    }
+  }
+};
+
+// Values straight from the cache, as lines of a product: for a few rows a tile would be written to be read once.
+template <Type kType>
+struct CachedValues {
+  const uint8_t* const* rows;
+  Ahead ahead;
+  int ask;  // lines a step
+  size_t at = 0;
+
+  void skip(int lines) { at += lines * kLanes * CacheLines<kType>::kSize; }
+  template <class Dot, int kLines>
+  KLLM_INLINE void read(int step, typename Dot::Word (&line)[kLines]) {
+    using Cache = CacheLines<kType>;
+    if constexpr (kLines % Cache::kDepth == 0) {
+#pragma GCC unroll 4
+      for (int n = 0; n < kLines; n += Cache::kDepth) {
+        Cache::interleaved(rows + step * Cache::kDepth, at + n * kLanes * Cache::kSize, line + n);
+      }
+    }
+    ahead.ask(ask);
+  }
+};
+
+// Takes the tiles of the keys [first, end) of a row one after the other, each head by head.
+template <Type kType>
+class TileBuilder {
+  using Cache = CacheLines<kType>;
+  using Dot = typename Cache::Dot;
+  static constexpr size_t kSize = Cache::kSize;
+
+ public:
+  TileBuilder(const AttentionTask& task, const KvTile& tile, int head, int heads, int first, int end)
+      : task_(task), tile_(tile), head_(head), heads_(heads), block_(first / task.block_tokens),
+        offset_(first % task.block_tokens), left_(end - first), dims_(padded_dim(task.head_dim, kType)),
+        bytes_(task.head_dim * kSize) {
+    memset(tile.blank, 0, dims_ * kSize);
+    for (int i = 0; i < kTilesAhead; ++i) {
+      locate(spots_[i]);
+      for (const void* cache : {task.k_cache, task.v_cache}) {
+        Ahead ahead = ahead_of(cache, spots_[i], 0, spots_[i].count);
+        ahead.ask(ahead.lines());
+      }
+    }
+  }
+
+  // Moves to the next tile.
+  void advance() {
+    locate(spots_[(++tile_index_ + kTilesAhead) % (kTilesAhead + 1)]);
+  }
+
+  // Turns to the index-th head: where its keys and values are, and its share of the memory of a tile to come.
+  void select(int index) {
+    const Spots& later = spots_[(tile_index_ + kTilesAhead) % (kTilesAhead + 1)];
+    const int first = later.count * index / heads_, end = later.count * (index + 1) / heads_;
+    keys_ahead = ahead_of(task_.k_cache, later, first, end);
+    values_ahead = ahead_of(task_.v_cache, later, first, end);
+    point(task_.k_cache, head_ + index, tile_.copies, keys);
+    point(task_.v_cache, head_ + index, tile_.copies + kTileKeys * dims_ * kSize, values);
+    if constexpr (kType == Type::kI8) build_scales(head_ + index);
+  }
+
+  // Writes the selected head's tile.
+  void build() {
+    build_keys();
+    keys_ahead.ask(keys_ahead.lines());
+    build_values();
+    values_ahead.ask(values_ahead.lines());
+  }
+
+  // Of the selected head: padded entries, zeros after the last.
+  const uint8_t* keys[kTileKeys];
+  const uint8_t* values[kTileKeys];
+  Ahead keys_ahead, values_ahead;
+
+ private:
+  // Where the tokens of a tile are: cached entries of head 0 before each.
+  struct Spots {
+    int count = 0;
+    size_t entries[kTileKeys];
+  };
+
+  void locate(Spots& spots) {
+    spots.count = left_ < kTileKeys ? left_ : kTileKeys;
+    left_ -= spots.count;
+    for (int i = 0; i < spots.count; ++i) {
+      spots.entries[i] = ((size_t)task_.table[block_] * task_.block_tokens + offset_) * task_.kv_heads;
+      if (++offset_ == task_.block_tokens) {
+        offset_ = 0;
+        ++block_;
+      }
+    }
+  }
+
+  const Spots& spots() const { return spots_[tile_index_ % (kTilesAhead + 1)]; }
+
+  Ahead ahead_of(const void* cache, const Spots& spots, int first, int end) const {
+    return {(const uint8_t*)cache + head_ * bytes_, spots.entries, bytes_, heads_ * bytes_, first, end};
+  }
+
+  void point(const void* cache, int head, uint8_t* copies, const uint8_t** rows) const {
+    const int count = spots().count;
+    const size_t* entries = spots().entries;
+    const size_t padded = dims_ * kSize;
+    for (int i = 0; i < count; ++i) rows[i] = (const uint8_t*)cache + (entries[i] + head) * bytes_;
+    for (int i = 0; i < count && bytes_ != padded; ++i) {
+      uint8_t* copy = copies + i * padded;
+      memcpy(copy, rows[i], bytes_);
+      memset(copy + bytes_, 0, padded - bytes_);
+      rows[i] = copy;
+    }
+    for (int i = count; i < kTileKeys; ++i) rows[i] = tile_.blank;
+  }
+
+  void build_keys() const {
+    const int pieces = (int)(dims_ * kSize / 16);
+    for (int line = 0; line * kLanes < spots().count; ++line) {
+      for (int piece = 0; piece < pieces; ++piece) {
+        vw words[4];
+        Cache::transposed(keys + line * kLanes, piece, words);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) put_keys(words[i], piece * 4 + i, line);
+      }
+    }
+  }
+
+  // One 32-bit word of each of 16 keys.
+  KLLM_INLINE void put_keys(vw word, int index, int line) const {
+    uint8_t* out = tile_.keys + ((size_t)index * Cache::kSteps * kKeyLines + line) * 64;
+    constexpr size_t kStride = kKeyLines * 64;
+    if constexpr (Cache::kSteps == 1) {
+      wstore(out, word);
+    } else if constexpr (Cache::kSteps == 2) {
+      store((float*)out, even_bf16(word));
+      store((float*)(out + kStride), odd_bf16(word));
+    } else {
+      store((float*)out, signed_byte<0>(word));
+      store((float*)(out + kStride), signed_byte<1>(word));
+      store((float*)(out + 2 * kStride), signed_byte<2>(word));
+      store((float*)(out + 3 * kStride), signed_byte<3>(word));
+    }
+  }
+
+  void build_values() const {
+    constexpr int kDepth = Dot::kDepth;
+    typename Dot::Word* out = (typename Dot::Word*)tile_.values;
+    for (int key = 0; key < spots().count; key += kDepth) {
+      for (int dim = 0; dim < dims_; dim += kLanes * kDepth, out += kDepth) {
+        Cache::interleaved(values + key, dim * kSize, out);
+      }
+    }
+  }
+
+  void build_scales(int head) const {
+    const int count = spots().count;
+    const size_t* entries = spots().entries;
+    for (int i = 0; i < count; ++i) {
+      tile_.key_scales[i] = task_.k_scales[entries[i] + head];
+      tile_.value_scales[i] = task_.v_scales[entries[i] + head];
+    }
+    for (int i = count; i < kTileKeys; ++i) tile_.key_scales[i] = tile_.value_scales[i] = 0.0f;
+  }
+
+  const AttentionTask& task_;
+  const KvTile tile_;
+  const int head_, heads_;
+  int block_, offset_;  // of the first token not located
+  int left_;            // keys not located
+  int tile_index_ = -1;
+  const int dims_;
+  const size_t bytes_;
+  Spots spots_[kTilesAhead + 1];  // of this tile and those after
+};
+
+}  // namespace kllm::KLLM_ISA

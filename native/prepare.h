@@ -1,0 +1,95 @@
+// Activations as products want them: an RMS norm on the way, then float32, bfloat16 or int8 in groups of 32 columns.
+#pragma once
+
+#include <cmath>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace kllm::KLLM_ISA {
+
+// 1 / root mean square, of mean(x²) + eps.
+inline float inverse_root(const float* x, int cols, float eps) {
+  constexpr int chains = 4;  // sums of their own, so that one addition need not wait for the last
+  vf squares[chains] = {zero(), zero(), zero(), zero()};
+  int column = 0;
+  for (; column + chains * kLanes <= cols; column += chains * kLanes)
+    for (int c = 0; c < chains; ++c) {
+      const vf value = load(x + column + c * kLanes);
+      squares[c] = fma(value, value, squares[c]);
+    }
+  for (; column < cols; column += kLanes) {
+    const vf value = load_n(x + column, cols - column < kLanes ? cols - column : kLanes);
+    squares[0] = fma(value, value, squares[0]);
+  }
+  return 1 / std::sqrt(sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)cols + eps);
+}
+
+KLLM_INLINE void quantize_group(vf first, vf second, int8_t* out, float& scale, int32_t& total) {
+  const float most = top(max(abs(first), abs(second)));
+  const vf inverse = set1(most > 0 ? 127 / most : 0);
+  const vi low = to_int(first * inverse), high = to_int(second * inverse);
+  store_i8(out, low);
+  store_i8(out + kLanes, high);
+  scale = most / 127;
+  total = isum(low + high);
+}
+
+// One row on its way out, 32 columns at a time.
+struct PreparedRow {
+  Type type;
+  uint8_t* data;
+  float* scales;
+  int32_t* sums;
+
+  KLLM_INLINE void put(int group, vf first, vf second) const {
+    const int column = group * kBlock;
+    if (type == Type::kF32) {
+      store((float*)data + column, first);
+      store((float*)data + column + kLanes, second);
+    } else if (type == Type::kBF16) {
+      store_bf16((uint16_t*)data + column, first);
+      store_bf16((uint16_t*)data + column + kLanes, second);
+    } else {
+      quantize_group(first, second, (int8_t*)data + column, scales[group], sums[group]);
+    }
+  }
+
+  KLLM_INLINE void put_normed(int group, const float* x, const float* norm, vf inverse) const {
+    vf first = load(x), second = load(x + kLanes);
+    if (norm) {
+      first = first * inverse * load(norm);
+      second = second * inverse * load(norm + kLanes);
+    }
+    put(group, first, second);
+  }
+};
+
+inline void prepare_row(const float* x, const float* norm, float eps, int cols, int groups, const PreparedRow& out) {
+  const vf inverse = set1(norm ? inverse_root(x, cols, eps) : 1);
+  const int whole = cols / kBlock, rest = cols % kBlock;
+  for (int group = 0; group < whole; ++group)
+    out.put_normed(group, x + group * kBlock, norm ? norm + group * kBlock : nullptr, inverse);
+  if (rest) {
+    alignas(64) float last[kBlock] = {}, last_norm[kBlock] = {};
+    memcpy(last, x + whole * kBlock, rest * sizeof(float));
+    if (norm) memcpy(last_norm, norm + whole * kBlock, rest * sizeof(float));
+    out.put_normed(whole, last, norm ? last_norm : nullptr, inverse);
+  }
+  for (int group = whole + (rest > 0); group < groups; ++group) out.put(group, zero(), zero());
+}
+
+// Rows [row, row_end) of x to activations: x * norm / root of (mean(x²) + eps), or x where norm, [cols], is null.
+inline void prepare(const float* x, size_t stride, const float* norm, float eps, const Activations& out, int row, int row_end) {
+  const size_t groups = out.stride / kBlock;
+  for (; row < row_end; ++row) {
+    PreparedRow target{out.type, (uint8_t*)out.row(row), nullptr, nullptr};
+    if (out.type == Type::kI8) {
+      target.scales = out.scales + row * groups;
+      target.sums = out.sums + row * groups;
+    }
+    prepare_row(x + row * stride, norm, eps, out.cols, (int)groups, target);
+  }
+}
+
+}  // namespace kllm::KLLM_ISA

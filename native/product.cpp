@@ -1,0 +1,68 @@
+#include "product.h"
+
+#include <algorithm>
+
+#include "machine.h"
+
+namespace kllm {
+
+namespace {
+
+constexpr int kTasksPerThread = 6;    // few enough to claim cheaply, enough to even out a disturbed thread
+constexpr int kRowChunk = 120;        // rows of activations that stay in the second-level cache beside the weights
+constexpr int kPanelChunk = 8;        // panels a task takes from many rows: a multiple of the widest micro tiles
+constexpr int kSerialFloats = 8192;   // work below this is done by the caller
+
+int divide_up(int n, int unit) { return (n + unit - 1) / unit; }
+
+}  // namespace
+
+const Activations& ActivationBuffer::shape(Type type, int rows, int cols) {
+  const int stride = divide_up(cols, kBlock) * kBlock;
+  view_ = {type, rows, cols, stride, data_.get((size_t)rows * stride * size_of(type)), nullptr, nullptr};
+  if (type == Type::kI8) {
+    view_.scales = scales_.of<float>((size_t)rows * (stride / kBlock));
+    view_.sums = sums_.of<int32_t>((size_t)rows * (stride / kBlock));
+  }
+  return view_;
+}
+
+void Scratch::reserve(int threads, size_t bytes) {
+  bytes = (bytes + 63) / 64 * 64;
+  if (bytes < bytes_) bytes = bytes_;
+  data_ = buffer_.get(bytes * threads);
+  bytes_ = bytes;
+}
+
+size_t product_scratch(const Matrix& matrix) {
+  constexpr int kWidest = 6;
+  const bool dequantised = matrix.format != Format::kF32 && matrix.format != Format::kBF16;
+  return dequantised ? (size_t)kWidest * matrix.padded_cols * kPanelRows * sizeof(float) : 0;
+}
+
+void prepare(const float* x, size_t stride, const float* norm, float eps, const Activations& out) {
+  const int chunk = std::max(1, kSerialFloats / out.stride);
+  pool().run(divide_up(out.rows, chunk), [&](int task, int) {
+    const int row = task * chunk;
+    kernels().prepare(x, stride, norm, eps, out, row, std::min(row + chunk, out.rows));
+  });
+}
+
+void multiply(const Matrix& matrix, const Activations& x, const Sink& sink, const Scratch& scratch) {
+  const int row_chunks = divide_up(x.rows, kRowChunk);
+  const int row_chunk = divide_up(x.rows, row_chunks);
+  int panel_chunk = kPanelChunk;
+  if (row_chunks == 1) {
+    const int unit = x.rows <= 4 ? 6 : 4;
+    panel_chunk = std::max(1, matrix.panels / (pool().threads() * kTasksPerThread * unit)) * unit;
+  }
+  const int panel_chunks = divide_up(matrix.panels, panel_chunk);
+  pool().run(row_chunks * panel_chunks, [&](int task, int thread) {
+    const int row = task / panel_chunks * row_chunk, panel = task % panel_chunks * panel_chunk;
+    GemmTask gemm{&matrix, &x, &sink, row, std::min(row + row_chunk, x.rows),
+                  panel,   std::min(panel + panel_chunk, matrix.panels), scratch.slice(thread), scratch.bytes()};
+    kernels().gemm(gemm);
+  });
+}
+
+}  // namespace kllm

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+from support.native_library import INSTRUCTION_SETS, compiled
+
+
+@pytest.fixture(scope="session", params=INSTRUCTION_SETS)
+def attention_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    source = Path(__file__).parent / "attention_exports.cpp"
+    library = compiled(source, request.param, request.config.cache.mkdir("native"))
+    library.attention_scratch.restype = ctypes.c_size_t
+    library.floats_of_part.restype = ctypes.c_size_t
+    library.time_attention.restype = ctypes.c_double
+    return library

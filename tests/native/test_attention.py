@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from support.native_attention import BF16, F32, I8, Case
+
+# Of the largest value: float32 throughout; bfloat16 probabilities; int8 entries are exact, q and probabilities are not.
+TOLERANCE = {F32: 3e-6, BF16: 4e-3, I8: 4e-4}
+KINDS = pytest.mark.parametrize("kind", [F32, BF16, I8], ids=["float32", "bfloat16", "int8"])
+
+
+def random_case(rng: np.random.Generator, kind: int) -> Case:
+    context = int(rng.integers(1, 301))
+    return Case(
+        rng,
+        kind,
+        head_dim=int(rng.choice([1, 2, 7, 16, 31, 32, 48, 64, 80, 96, 128, 130])),
+        group=int(rng.integers(1, 9)),
+        kv_heads=int(rng.integers(1, 4)),
+        block_tokens=int(rng.choice([1, 3, 16, 17, 32])),
+        context=context,
+        queries=int(rng.integers(1, min(context, 70) + 1)),
+        spread=float(rng.choice([0.1, 1.0, 6.0])),
+    )
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(12))
+def test_matches_float64(attention_library: ctypes.CDLL, kind: int, seed: int) -> None:
+    case = random_case(np.random.default_rng(seed), kind)
+    expected = case.expected()
+    error = np.abs(case.attend(attention_library, chunk=64) - expected).max()
+    assert error < TOLERANCE[kind] * max(1.0, case.spread) * max(1.0, np.abs(expected).max())
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_same_bits_in_any_chunk(attention_library: ctypes.CDLL, kind: int, seed: int) -> None:
+    case = random_case(np.random.default_rng(seed), kind)
+    whole = case.attend(attention_library, chunk=case.queries)
+    for chunk, heads in ((1, 1), (7, 1), (1, 2), (7, 3)):
+        np.testing.assert_array_equal(case.attend(attention_library, chunk, heads), whole)
+
+
+@KINDS
+def test_same_bits_across_parts_and_passes(attention_library: ctypes.CDLL, kind: int) -> None:
+    """More rows than one pass takes, over the edge between two parts of the context."""
+    rng = np.random.default_rng(5)
+    case = Case(rng, kind, head_dim=32, group=5, kv_heads=2, block_tokens=16, context=540, queries=90)
+    whole = case.attend(attention_library, chunk=90)
+    assert np.abs(whole - case.expected()).max() < TOLERANCE[kind] * 4
+    np.testing.assert_array_equal(case.attend(attention_library, chunk=1), whole)
+    np.testing.assert_array_equal(case.attend_in_parts(attention_library), whole[-1])
+
+
+@KINDS
+@pytest.mark.parametrize("context", [1, 511, 512, 513, 1300])
+def test_parts_give_the_same_bits(attention_library: ctypes.CDLL, kind: int, context: int) -> None:
+    rng = np.random.default_rng(context)
+    case = Case(rng, kind, head_dim=64, group=3, kv_heads=3, block_tokens=16, context=context, queries=1)
+    for heads in (1, 2, 3):
+        in_parts = case.attend_in_parts(attention_library, heads)
+        np.testing.assert_array_equal(in_parts, case.attend(attention_library, 1, heads)[-1])
+
+
+@KINDS
+def test_one_key_returns_its_value(attention_library: ctypes.CDLL, kind: int) -> None:
+    case = Case(
+        np.random.default_rng(1),
+        kind,
+        head_dim=16,
+        group=2,
+        kv_heads=1,
+        block_tokens=4,
+        context=1,
+        queries=1,
+        spread=50,
+    )
+    np.testing.assert_allclose(case.attend(attention_library, 1), case.expected(), rtol=1e-4, atol=1e-4)
+
+
+@KINDS
+def test_large_scores_do_not_overflow(attention_library: ctypes.CDLL, kind: int) -> None:
+    case = Case(
+        np.random.default_rng(2),
+        kind,
+        head_dim=64,
+        group=3,
+        kv_heads=1,
+        block_tokens=16,
+        context=200,
+        queries=9,
+        spread=1e4,
+    )
+    assert np.isfinite(case.attend(attention_library, 9)).all()
