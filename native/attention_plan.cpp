@@ -99,8 +99,11 @@ void AttentionPlan::run(const AttentionTask& all, const int64_t* tables, int tab
   });
   for (size_t i = 0; i < splits_.size(); ++i) {
     const Split& split = splits_[i];
-    AttentionTask task = task_for(all, {split.row, split.token, 1, split.context, 0, all.kv_heads - 1, 0, (int)i}, tables, table_width);
+    const Query whole{split.row, split.token, 1, split.context, 0, all.kv_heads - 1, 0, (int)i};
+    AttentionTask task = task_for(all, whole, tables, table_width);
     task.partial = partial + split_floats * i;
+    task.scratch = scratch.slice(0);
+    task.scratch_bytes = scratch.bytes();
     kernels().merge_parts(task);
   }
 }

@@ -39,7 +39,8 @@ class Decoder::Timer {
   Clock::time_point last_;
 };
 
-Decoder::Decoder(DecoderShape shape, const float* cos, const float* sin, int positions) : shape_(shape) {
+Decoder::Decoder(DecoderShape shape, const float* cos, const float* sin, int positions, const float* final_norm)
+    : shape_(shape), final_norm_(final_norm, final_norm + shape.hidden) {
   if (shape.hidden < 1 || shape.kv_heads < 1 || shape.heads % shape.kv_heads || shape.head_dim < 2 || shape.head_dim % 2)
     throw std::invalid_argument("a decoder needs whole groups of heads of even size");
   cos_.assign(cos, cos + (size_t)positions * shape.head_dim);
@@ -165,7 +166,8 @@ void Decoder::forward(float* x, const Step& step, const LayerCache* caches, floa
     timer.mark(Phase::kOut);
     mlp(layer, x, rows);
   }
-  if (!few) memcpy(out, x, (size_t)step.tokens * hidden * sizeof(float));
+  const Activations& normed = prepared(x, step.wanted_count, hidden, hidden, &final_norm_, Type::kF32);
+  for (int i = 0; i < step.wanted_count; ++i) memcpy(out + (size_t)i * hidden, normed.row(i), hidden * sizeof(float));
 }
 
 std::array<double, (int)Phase::kCount> Decoder::take_seconds() {

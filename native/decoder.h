@@ -58,14 +58,14 @@ enum class Phase { kPrepare, kQkv, kRotate, kAttention, kOut, kGateUp, kDown, kC
 
 class Decoder {
  public:
-  // cos, sin: [positions, head_dim], copied.
-  Decoder(DecoderShape shape, const float* cos, const float* sin, int positions);
+  // cos, sin: [positions, head_dim]; final_norm [hidden]; copied.
+  Decoder(DecoderShape shape, const float* cos, const float* sin, int positions, const float* final_norm);
 
   void add_layer(DecoderLayer layer);
   int layers() const { return (int)layers_.size(); }
 
-  // x [tokens, hidden]: embeddings, overwritten. out [wanted_count, hidden]: the residual stream after the last layer.
-  // caches: one per layer.
+  // x [tokens, hidden]: embeddings, overwritten. out [wanted_count, hidden]: the residual stream after the last layer
+  // and the final norm. caches: one per layer.
   void forward(float* x, const Step& step, const LayerCache* caches, float* out);
 
   // Seconds spent in each phase since the last call, if timing is on.
@@ -82,7 +82,7 @@ class Decoder {
 
   DecoderShape shape_;
   std::vector<DecoderLayer> layers_;
-  Vector cos_, sin_;
+  Vector cos_, sin_, final_norm_;
   size_t product_scratch_ = 0;
   Scratch scratch_;
   ActivationBuffer activations_, inner_activations_;

@@ -2,6 +2,7 @@
 //
 // A micro tile keeps MR rows x NB panels of sums in registers and walks the columns once. A line of weights is 64 bytes
 // (16 rows x one float or one bfloat16 pair) and meets 4 bytes of each activation row, so one loop serves both types.
+// The panels that come next are brought into the second-level cache on the way, a share in every pass over the rows.
 // Every result is one chain of additions in column order, whatever MR and NB are: the same bits in any batch.
 #pragma once
 
@@ -12,8 +13,6 @@
 
 namespace kllm::KLLM_ISA {
 
-constexpr int kPrefetch = 1024;  // bytes ahead in each panel; the hardware's own prefetcher stops at a page
-
 #if defined(__AVX512F__)
 constexpr int max_rows(int panels) { return panels > 4 ? 4 : 6; }
 constexpr int kWide = 6, kSquare = 4;  // panels side by side for few rows, for many
@@ -22,8 +21,15 @@ constexpr int max_rows(int panels) { return panels > 1 ? 2 : 6; }
 constexpr int kWide = 2, kSquare = 2;
 #endif
 
+// Where the next panels' share of this pass begins, and how far it goes on with every line.
+struct LinesAhead {
+  const uint8_t* at;
+  size_t step;
+};
+
 template <bool BF16, int MR, int NB>
-KLLM_INLINE void micro_tile(const GemmTask& task, const uint8_t* weights, size_t panel_bytes, int panel, int row) {
+KLLM_INLINE void micro_tile(const GemmTask& task, const uint8_t* weights, size_t panel_bytes, int panel, int row,
+                            LinesAhead ahead) {
   const size_t x_stride = (size_t)task.x->stride * size_of(task.x->type);
   const uint8_t* x = task.x->row(row);
   const int lines = task.matrix->padded_cols / (BF16 ? 2 : 1);
@@ -38,8 +44,9 @@ KLLM_INLINE void micro_tile(const GemmTask& task, const uint8_t* weights, size_t
 #pragma GCC unroll 8
     for (int n = 0; n < NB; ++n) {
       lines_of[n] = wload(w + n * panel_bytes);
-      if constexpr (MR <= 2) _mm_prefetch((const char*)(w + n * panel_bytes + kPrefetch), _MM_HINT_T0);
+      fetch_l2(ahead.at + n * panel_bytes);
     }
+    ahead.at += ahead.step;
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
       const vw value = wset32(x + m * x_stride + (size_t)line * 4);
@@ -57,17 +64,19 @@ KLLM_INLINE void micro_tile(const GemmTask& task, const uint8_t* weights, size_t
 template <bool BF16, int NB>
 void multiply_panels(const GemmTask& task, const uint8_t* weights, size_t panel_bytes, int panel) {
   const int rows = task.row_end - task.row, passes = (rows + max_rows(NB) - 1) / max_rows(NB);
+  LinesAhead ahead{weights + NB * panel_bytes, (size_t)64 / passes};
   for (int pass = 0, row = task.row; pass < passes; ++pass) {
     const int count = (task.row_end - row + passes - pass - 1) / (passes - pass);
     switch (count) {
-      case 1: micro_tile<BF16, 1, NB>(task, weights, panel_bytes, panel, row); break;
-      case 2: micro_tile<BF16, 2, NB>(task, weights, panel_bytes, panel, row); break;
-      case 3: if constexpr (max_rows(NB) >= 3) micro_tile<BF16, 3, NB>(task, weights, panel_bytes, panel, row); break;
-      case 4: if constexpr (max_rows(NB) >= 4) micro_tile<BF16, 4, NB>(task, weights, panel_bytes, panel, row); break;
-      case 5: if constexpr (max_rows(NB) >= 5) micro_tile<BF16, 5, NB>(task, weights, panel_bytes, panel, row); break;
-      case 6: if constexpr (max_rows(NB) >= 6) micro_tile<BF16, 6, NB>(task, weights, panel_bytes, panel, row); break;
+      case 1: micro_tile<BF16, 1, NB>(task, weights, panel_bytes, panel, row, ahead); break;
+      case 2: micro_tile<BF16, 2, NB>(task, weights, panel_bytes, panel, row, ahead); break;
+      case 3: if constexpr (max_rows(NB) >= 3) micro_tile<BF16, 3, NB>(task, weights, panel_bytes, panel, row, ahead); break;
+      case 4: if constexpr (max_rows(NB) >= 4) micro_tile<BF16, 4, NB>(task, weights, panel_bytes, panel, row, ahead); break;
+      case 5: if constexpr (max_rows(NB) >= 5) micro_tile<BF16, 5, NB>(task, weights, panel_bytes, panel, row, ahead); break;
+      case 6: if constexpr (max_rows(NB) >= 6) micro_tile<BF16, 6, NB>(task, weights, panel_bytes, panel, row, ahead); break;
     }
     row += count;
+    ahead.at += panel_bytes / passes;
   }
 }
 

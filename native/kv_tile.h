@@ -79,8 +79,7 @@ struct Ahead {
         next = base + entries[token++] * entry_bytes;
         stop = next + span;
       }
-      // As the built-in function, which GCC takes for an access that accumulators have to be in memory for.
-      asm volatile("prefetcht1 (%0)" : : "r"(next));
+      fetch_l2(next);
       next += 64;
     }
   }

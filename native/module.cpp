@@ -191,11 +191,14 @@ NB_MODULE(_native, m) {
   nb::class_<Decoder>(m, "Decoder", "All layers of a dense decoder; see native/decoder.h.")
       .def("__init__",
            [](Decoder* self, int hidden, int heads, int kv_heads, int head_dim, float eps, const std::string& product,
-              bool int8_products, FloatTable cos, FloatTable sin) {
+              bool int8_products, FloatTable cos, FloatTable sin, Floats final_norm) {
+             if (sin.shape(0) != cos.shape(0) || (int)final_norm.size() != hidden)
+               throw std::invalid_argument("the tables of a decoder do not fit it");
              new (self) Decoder({hidden, heads, kv_heads, head_dim, eps, type_named(product), int8_products}, cos.data(),
-                                sin.data(), (int)cos.shape(0));
+                                sin.data(), (int)cos.shape(0), final_norm.data());
            },
-           "hidden"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "eps"_a, "product"_a, "int8_products"_a, "cos"_a, "sin"_a)
+           "hidden"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "eps"_a, "product"_a, "int8_products"_a, "cos"_a, "sin"_a,
+           "final_norm"_a)
       .def("add_layer", &add_layer, "attention_norm"_a, "qkv"_a, "qkv_bias"_a.none(), "q_norm"_a.none(), "k_norm"_a.none(),
            "out"_a, "out_bias"_a.none(), "mlp_norm"_a, "gate_up"_a, "gate_up_bias"_a.none(), "down"_a, "down_bias"_a.none())
       .def("forward", &forward)

@@ -60,7 +60,7 @@ KLLM_INLINE void interleave16(vw a, vw b, vw& low, vw& high) {
   high.v = _mm512_permutex2var_epi16(a.v, _mm512_add_epi16(index, _mm512_set1_epi16(16)), b.v);
 }
 
-// Bytes of four rows, four to a word: word j of the 16-byte piece L of result i holds byte 16 L + 4 i + j of a, b, c, d.
+// Bytes of four rows, four to a word: word j of the 16-byte piece L of result i holds byte 16 L + 4 i + j of a .. d.
 KLLM_INLINE void interleave8(vw a, vw b, vw c, vw d, vw (&words)[4]) {
   __m512i ab = _mm512_unpacklo_epi8(a.v, b.v), ab2 = _mm512_unpackhi_epi8(a.v, b.v);
   __m512i cd = _mm512_unpacklo_epi8(c.v, d.v), cd2 = _mm512_unpackhi_epi8(c.v, d.v);

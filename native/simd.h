@@ -19,6 +19,10 @@ namespace kllm::KLLM_ISA {
 
 constexpr int kLanes = 16;
 
+// Asks for a line in the second-level cache. Assembly, because gcc 12 keeps accumulators in memory in a loop that
+// contains __builtin_prefetch.
+KLLM_INLINE void fetch_l2(const void* line) { asm volatile("prefetcht1 (%0)" : : "r"(line)); }
+
 #if defined(__AVX512F__)
 
 struct vf { __m512 v; };

@@ -1,4 +1,4 @@
-"""The `kllm` command: serve, chat, pull, bench.
+"""The `kllm` command: serve, chat, pull, bench, verify.
 
 Every command imports what it needs when it runs, so that `kllm serve` starts without torch and `--help` is quick.
 """
@@ -15,6 +15,7 @@ import kllm
 from kllm.cli import bench
 from kllm.cli.errors import CommandError, UsageError
 from kllm.cli.options import Flags, ModelArgument, build, config_flags
+from kllm.cli.verify import verify
 from kllm.config import EngineConfig, ServerConfig
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench.app, name="bench")
+app.command()(verify)
 
 
 @dataclass

@@ -82,7 +82,8 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True)
 class DenseShape:
-    """cos, sin: [positions, head_dim] as in Rotation, half-split pairs. dtype: of rounded activations."""
+    """cos, sin: [positions, head_dim] as in Rotation, half-split pairs. final_norm: weight [hidden] of the norm after
+    the last layer. dtype: of rounded activations."""
 
     hidden: int
     heads: int
@@ -91,6 +92,7 @@ class DenseShape:
     eps: float
     cos: torch.Tensor
     sin: torch.Tensor
+    final_norm: torch.Tensor
     dtype: torch.dtype
 
 
@@ -100,7 +102,7 @@ class DenseStack(Protocol):
     def __call__(
         self, tokens: torch.Tensor, batch: ForwardBatch, cache: Mapping[str, Sequence[torch.Tensor]]
     ) -> torch.Tensor:
-        """tokens int64 [T] to the residual stream after the last layer, of the wanted tokens: float [W, hidden].
+        """tokens int64 [T] to final hidden states of the wanted tokens (after the last norm): float32 [W, hidden].
         cache: records k and v (int8: k_scale and v_scale too), one tensor per layer, the same ones at every call."""
         ...
 

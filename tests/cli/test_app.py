@@ -62,7 +62,9 @@ def test_serving_does_not_import_torch_in_the_server_process():
     assert result.stdout == "False\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "pull", "chat", "bench serve", "bench latency", "bench throughput"])
+@pytest.mark.parametrize(
+    "command", ["serve", "pull", "chat", "verify", "bench serve", "bench latency", "bench throughput"]
+)
 def test_every_command_has_help(command):
     result = run(*command.split(), "--help")
     assert result.returncode == 0

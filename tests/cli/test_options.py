@@ -11,8 +11,9 @@ from kllm.cli.errors import UsageError
 from kllm.cli.local_server import engine_arguments
 from kllm.cli.options import Flags, ModelArgument, build, config_flags, flag_name
 from kllm.config import EngineConfig, ServerConfig
+from kllm.verification.config import VerifyConfig
 
-CONFIGS = [EngineConfig, ServerConfig, LoadConfig, LatencyConfig, ThroughputConfig]
+CONFIGS = [EngineConfig, ServerConfig, LoadConfig, LatencyConfig, ThroughputConfig, VerifyConfig]
 
 
 def parse(arguments: list[str], *configs) -> Flags:

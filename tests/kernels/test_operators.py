@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cpu_kernels import need_instruction_set
 from support.reference_math import error, make_batch, naive_attention, naive_mla, shuffled_tables
 
 from kllm.kernels import cpu
 from kllm.kernels.operators import ExpertWeights, LatentWeights, Operators, Rotation
 from kllm.kernels.reference import absorbing_is_cheaper
 from kllm.kernels.reference_attention import StepLayout
-from kllm.kernels.registry import get_operators
+from kllm.kernels.registry import get_operators, use_machine
 from kllm.quantization.int8_rows import to_int8
 
 NAMES = ["reference", "invariant"] + (["cpu"] if cpu.why_not() is None else [])
@@ -119,6 +120,20 @@ def test_attention_over_decode_rows_only(ops: Operators, dtype: torch.dtype) -> 
     q, k, v, batch = gqa_case([(40, 1), (44, 1), (47, 1)], 6, 2, 16, dtype, 16)
     assert len(StepLayout.of(batch).decode) == 1
     assert error(ops.attention(q, k, v, batch, 0.25), naive_attention(q, k, v, batch, 0.25)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_attention_over_long_contexts_is_shared_out_without_changing_a_bit(dtype: torch.dtype) -> None:
+    """One row of 1,300 tokens is cut into parts for the threads; among eight rows it is not."""
+    need_instruction_set("avx2")
+    use_machine(2)
+    ops, rows = get_operators("cpu"), [(1299, 1), (520, 1), *[(700, 1)] * 6]
+    q, k, v, batch = gqa_case(rows, 6, 2, 16, dtype, 16)
+    together = ops.attention(q, k, v, batch, 0.25)
+    assert error(together, naive_attention(q, k, v, batch, 0.25)) < TOLERANCE[dtype]
+    for row, (cached, _) in enumerate(rows[:2]):
+        single = make_batch([(cached, 1)], 16, [batch.tables[row].tolist()])
+        assert torch.equal(ops.attention(q[row : row + 1], k, v, single, 0.25)[0], together[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

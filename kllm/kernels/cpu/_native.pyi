@@ -67,6 +67,7 @@ class Decoder:
         int8_products: bool,
         cos: Any,
         sin: Any,
+        final_norm: Any,
     ) -> None: ...
     def add_layer(
         self,

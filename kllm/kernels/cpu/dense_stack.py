@@ -38,6 +38,7 @@ class NativeDenseStack:
             int8_products,
             shape.cos.contiguous(),
             shape.sin.contiguous(),
+            _floats(shape.final_norm),
         )
         for layer in layers:
             self.native.add_layer(

@@ -118,7 +118,7 @@ class Decoder:
     def forward(self, tokens: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         ops, eps = self._operators, self._eps
         if self._stack is not None:
-            return ops.rms_norm(self._stack(tokens, batch, cache), self._final_norm, eps)
+            return self._stack(tokens, batch, cache)
         rotation = self._rotary.at(batch.positions)
         x = ops.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
@@ -140,7 +140,8 @@ class Decoder:
             return None
         shape = first.shape
         cos, sin = self._rotary.cos, self._rotary.sin
-        dims = DenseShape(hidden, shape.heads, shape.kv_heads, shape.head_dim, self._eps, cos, sin, self.dtype)
+        heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_dim
+        dims = DenseShape(hidden, heads, kv_heads, size, self._eps, cos, sin, self._final_norm, self.dtype)
         return dims, dense, self._embedding
 
 

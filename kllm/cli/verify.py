@@ -1,0 +1,74 @@
+"""`kllm verify MODEL`: the quality gate."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kllm.cli.errors import CommandError
+from kllm.cli.options import Flags, ModelArgument, build, config_flags
+from kllm.verification.config import VerifyConfig
+
+if TYPE_CHECKING:
+    from kllm.verification.gate import Verification
+
+
+@config_flags(VerifyConfig)
+def verify(
+    model: ModelArgument,
+    flags: Flags,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the report, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot (.png, .svg, .pdf); needs the extra plot.")] = None,
+) -> None:
+    """Compare MODEL's features and number formats with its plain path; exit status 1 if one is beyond its limits.
+
+    Perplexity and greedy agreement on English text, facts found in long text, validity of structured output."""
+    config = build(VerifyConfig, flags)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install 'kllm[plot]'")
+    for path in (json_file, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise CommandError(f"{path}: the folder does not exist")
+    result = _run(model, config)
+    from rich.console import Console
+
+    from kllm.verification import report
+
+    report.print_verification(result, Console())
+    if json_file is not None:
+        report.write_json(json_file, result)
+    if plot is not None:
+        report.plot(plot, result)
+    if not result.passed:
+        raise CommandError("beyond the limits: " + _failures(result))
+
+
+def _run(model: str, config: VerifyConfig) -> Verification:
+    """With a progress bar on standard error, a step for each part of each variant."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kllm.verification.gate import chosen_variants, verify
+    from kllm.verification.measurement import PARTS
+
+    names = ["plain", *(variant.name for variant in chosen_variants(config))]
+    steps = ("load", *PARTS)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("Reading the text", total=len(names) * len(steps))
+
+        def on_part(variant: str, part: str) -> None:
+            done = names.index(variant) * len(steps) + steps.index(part)
+            progress.update(task, description=f"{variant}: {part}", completed=done)
+
+        result = verify(model, config, on_part)
+        progress.update(task, description="Done", completed=len(names) * len(steps))
+        return result
+
+
+def _failures(result: Verification) -> str:
+    failed = [outcome for outcome in [result.plain, *result.variants] if not outcome.acceptable]
+    return ", ".join(f"{outcome.name} ({outcome.reason or outcome.status})" for outcome in failed)
