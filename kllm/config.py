@@ -78,6 +78,7 @@ class EngineConfig(Config):
         description="Plans in flight: 1 plain, 2 plans a step while one runs. Default: what is faster.",
     )
     threads: int | None = Field(None, ge=1, description="Compute threads; by default one per available core.")
+    bind_threads: bool = Field(False, description="Bind each compute thread of the cpu operators to a core of its own.")
     instruction_set: Literal["auto", "avx512_bf16", "avx512", "avx2"] = Field(
         "auto", description="Instructions that the cpu operators use; auto is the best the processor has."
     )

@@ -101,8 +101,9 @@ def load_engine(
     phases.begin("load weights")
     dtype = getattr(torch, checkpoint.config.get("dtype", "float32") if config.dtype == "auto" else config.dtype)
     operators = get_operators(config.kernels, config.activations)
+    cpus = sorted(os.sched_getaffinity(0)) if config.bind_threads and hasattr(os, "sched_getaffinity") else []
     if operators.name == "cpu":
-        use_machine(config.threads or available_cores(), config.instruction_set)
+        use_machine(config.threads or available_cores(), config.instruction_set, cpus)
     model = load_model(
         checkpoint,
         dtype,
@@ -129,7 +130,7 @@ def load_engine(
         max_rows=config.max_num_seqs,
         max_model_len=max_model_len,
     )
-    executor = ModelExecutor(runner, config.pipeline_depth or DEFAULT_DEPTH)
+    executor = ModelExecutor(runner, config.pipeline_depth or DEFAULT_DEPTH, cpus[0] if cpus else None)
     scheduler = Scheduler(
         KVManager(num_blocks, config.block_size, config.enable_prefix_caching),
         max_model_len=max_model_len,

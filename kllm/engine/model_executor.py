@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -12,10 +13,11 @@ from kllm.scheduling.plan import Late, Plan, StepResult
 
 class ModelExecutor:
     """Executor port over a ModelRunner. Torch releases the interpreter lock while it computes, so the thread that
-    plans and the thread that computes overlap where depth allows."""
+    plans and the thread that computes overlap where depth allows. cpu: the core to bind the computing thread to."""
 
-    def __init__(self, runner: ModelRunner, depth: int) -> None:
+    def __init__(self, runner: ModelRunner, depth: int, cpu: int | None = None) -> None:
         self.depth = depth
+        self._cpu = cpu
         self._runner = runner
         self._queue: SimpleQueue[tuple[Plan, Future[StepResult]] | None] = SimpleQueue()
         self._late: dict[int, Future[Late]] = {}
@@ -41,6 +43,8 @@ class ModelExecutor:
         self._thread.join()
 
     def _run(self) -> None:
+        if self._cpu is not None:
+            os.sched_setaffinity(0, {self._cpu})  # of this thread only
         while (item := self._queue.get()) is not None:
             plan, done = item
             try:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 class QuantizedRows:
     """Quantised weights [rows, cols] as bytes, in a format that operators may take as it is.
 
-    q8_0, q4_0, q4_1 (GGUF): data uint8 [rows, cols / 32 * bytes of a block].
+    q8_0, q4_0, q4_1, q4_k, q6_k and the other GGUF types: data uint8 [rows, bytes of the blocks of a row].
     int8: data int8 [rows, cols], scales float32 [rows], a weight is data * scale.
     """
 

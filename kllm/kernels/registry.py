@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 from kllm.kernels import cpu
@@ -17,14 +18,14 @@ SPIN_US = 200  # an idle thread looks for work this long before it parks: longer
 _log = logging.getLogger(__name__)
 
 
-def use_machine(threads: int, instruction_set: str = "auto") -> None:
-    """Threads and instructions of the cpu operators, for the whole process.
-    Raises ValueError for an instruction set that the processor does not have."""
+def use_machine(threads: int, instruction_set: str = "auto", cpus: Sequence[int] = ()) -> None:
+    """Threads and instructions of the cpu operators, for the whole process. cpus: cores to bind the threads to; the
+    first is for the thread that runs the model. Raises ValueError for an instruction set the processor lacks."""
     from kllm.kernels.cpu import _native
 
     _native.use_instruction_set(_native.instruction_sets()[0] if instruction_set == "auto" else instruction_set)
-    if _native.threads() != threads:
-        _native.use_threads(threads, SPIN_US, [])
+    if _native.threads() != threads or cpus:
+        _native.use_threads(threads, SPIN_US, cpus)
 
 
 def get_operators(name: str = "auto", activations: Literal["auto", "int8", "float"] = "auto") -> Operators:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,11 +153,9 @@ def test_quantised_checkpoints_are_recognised(tiny_model, tmp_path):
 @pytest.mark.slow
 def test_smollm2_passes_the_quick_gate():
     smollm2_or_skip()
-    since = time.perf_counter()
     result = verify("smollm2", VerifyConfig(quick=True))
     assert result.passed, [(o.name, o.reason, [c for c in o.checks if not c.passed]) for o in result.variants]
     assert result.plain.figures is not None
     assert result.plain.figures.needles == 1.0
     assert 5 < result.plain.figures.perplexity < 40
     assert any(outcome.status == "passed" for outcome in result.variants)
-    assert time.perf_counter() - since < 90

@@ -27,7 +27,7 @@ class CpuOperators(ReferenceOperators):
     activations in the type of the model."""
 
     name: ClassVar[str] = "cpu"
-    quantized_formats: ClassVar[frozenset[str]] = frozenset({"int8", "q8_0", "q4_0", "q4_1"})
+    quantized_formats: ClassVar[frozenset[str]] = frozenset({"int8", "q8_0", "q4_0", "q4_1", "q4_k", "q6_k"})
 
     def __init__(self, int8_products: bool = True) -> None:
         self._int8_products = int8_products
