@@ -26,6 +26,7 @@ CANDIDATES := python3 python3.13 python3.12 python3.11
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell \
 	$(p) -c 'import sys; print("$(p)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 INSTALLED := $(VENV)/.installed
 DEVELOP := $(VENV)/.develop
 ORACLE := $(ORACLE_VENV)/.installed
@@ -48,14 +49,16 @@ install: $(INSTALLED)
 develop: $(DEVELOP)
 oracle: $(ORACLE)
 
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+$(INSTALLED): $(SOURCES)
 	$(call make_venv,$(VENV))
 	$(BIN)/pip install $(PIP_OPTIONS) --constraint constraints.txt --editable .
 	@touch $@
 
-$(DEVELOP): $(INSTALLED)
+# Does what the rule above does as well, so that the native operators are not built twice.
+$(DEVELOP): $(SOURCES)
+	$(call make_venv,$(VENV))
 	$(BIN)/pip install $(PIP_OPTIONS) --constraint constraints.txt --editable '.[dev,plot]'
-	@touch $@
+	@touch $(INSTALLED) $@
 
 $(ORACLE): tests/oracles/requirements.txt constraints.txt
 	$(call make_venv,$(ORACLE_VENV))

@@ -79,7 +79,7 @@ class EngineConfig(Config):
     )
     threads: int | None = Field(None, ge=1, description="Compute threads; by default one per available core.")
     bind_threads: bool = Field(False, description="Bind each compute thread of the cpu operators to a core of its own.")
-    instruction_set: Literal["auto", "avx512_bf16", "avx512", "avx2"] = Field(
+    instruction_set: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2"] = Field(
         "auto", description="Instructions that the cpu operators use; auto is the best the processor has."
     )
 

@@ -68,6 +68,8 @@ void AttentionPlan::longest_first() {
   std::stable_sort(queries_.begin(), queries_.end(), [&](const Query& a, const Query& b) { return work(a) > work(b); });
 }
 
+bool AttentionPlan::is_whole_row(const Query& query) { return query.queries == 1 && query.part == kWhole; }
+
 AttentionTask AttentionPlan::task_for(const AttentionTask& all, const Query& query, const int64_t* tables,
                                       int table_width) const {
   AttentionTask task = all;
@@ -93,6 +95,11 @@ void AttentionPlan::run(const AttentionTask& all, const int64_t* tables, int tab
     const Query& query = queries_[index];
     AttentionTask task = task_for(all, query, tables, table_width);
     task.partial = query.part == kWhole ? nullptr : partial + split_floats * query.split;
+    const int next = index + pool().threads();
+    if (is_whole_row(query) && next < (int)queries_.size() && is_whole_row(queries_[next])) {
+      task.next_table = tables + (size_t)queries_[next].row * table_width;
+      task.next_context = queries_[next].context;
+    }
     task.scratch = scratch.slice(thread);
     task.scratch_bytes = scratch.bytes();
     kernels().attention(task);

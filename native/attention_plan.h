@@ -33,6 +33,7 @@ class AttentionPlan {
 
   void add_single(int row, int token, int context, int kv_heads, bool share_out);
   void longest_first();
+  static bool is_whole_row(const Query& query);
   AttentionTask task_for(const AttentionTask& all, const Query& query, const int64_t* tables, int table_width) const;
 
   std::vector<Query> queries_;

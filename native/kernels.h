@@ -53,7 +53,7 @@ struct GemmTask {
 };
 
 // The context of a row is summed up in parts of this many keys, merged in order, whoever does it.
-constexpr int kPartKeys = 512;
+constexpr int kPartKeys = 256;
 
 // Floats of the sums of one query head over one part, of any cache type.
 inline size_t part_floats(int head_dim) { return (size_t)(head_dim + 63) / 64 * 64 + 32; }
@@ -86,6 +86,9 @@ struct AttentionTask {
   // attention() leaves the sums of part `part` and from which merge_parts() makes `out`. The bits are the same.
   float* partial;
   int part;
+  // The row that this thread is likely to take next, or null: the memory of its first keys is asked for in time.
+  const int64_t* next_table;
+  int next_context;
 };
 
 // Rows [row, row_end) of q and k turned by their positions, k and v written to the cache.
@@ -120,6 +123,6 @@ struct Kernels {
   size_t (*attention_scratch)(int group, int head_dim, Type cache_type);
 };
 
-extern const Kernels kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels;
+extern const Kernels kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels, kAmxKernels;  // kAmxKernels: if KLLM_HAS_AMX
 
 }  // namespace kllm

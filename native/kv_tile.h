@@ -162,7 +162,7 @@ class TileBuilder {
 
  public:
   TileBuilder(const AttentionTask& task, const KvTile& tile, int head, int heads, int first, int end)
-      : task_(task), tile_(tile), head_(head), heads_(heads), block_(first / task.block_tokens),
+      : task_(task), table_(task.table), tile_(tile), head_(head), heads_(heads), block_(first / task.block_tokens),
         offset_(first % task.block_tokens), left_(end - first), dims_(padded_dim(task.head_dim, kType)),
         bytes_(task.head_dim * kSize) {
     memset(tile.blank, 0, dims_ * kSize);
@@ -212,10 +212,16 @@ class TileBuilder {
   };
 
   void locate(Spots& spots) {
+    if (left_ == 0 && !at_next_row_ && task_.next_table) {  // only to ask for memory: these tiles are never taken
+      at_next_row_ = true;
+      table_ = task_.next_table;
+      left_ = task_.next_context;
+      block_ = offset_ = 0;
+    }
     spots.count = left_ < kTileKeys ? left_ : kTileKeys;
     left_ -= spots.count;
     for (int i = 0; i < spots.count; ++i) {
-      spots.entries[i] = ((size_t)task_.table[block_] * task_.block_tokens + offset_) * task_.kv_heads;
+      spots.entries[i] = ((size_t)table_[block_] * task_.block_tokens + offset_) * task_.kv_heads;
       if (++offset_ == task_.block_tokens) {
         offset_ = 0;
         ++block_;
@@ -293,6 +299,8 @@ class TileBuilder {
   }
 
   const AttentionTask& task_;
+  const int64_t* table_;
+  bool at_next_row_ = false;
   const KvTile tile_;
   const int head_, heads_;
   int block_, offset_;  // of the first token not located

@@ -19,4 +19,8 @@ const Kernels& kernels();
 void use_threads(int threads, int spin_us, const std::vector<int>& cpus);
 Pool& pool();
 
+// Tensors of a step (logits of a batch are megabytes) then reuse memory instead of taking fresh pages every time, which
+// the system has to clear. For the whole process.
+void keep_freed_memory();
+
 }  // namespace kllm

@@ -141,6 +141,7 @@ NB_MODULE(_native, m) {
   m.def("instruction_set", [] { return std::string(kernels().name); }, "The one in use.");
   m.def("use_instruction_set", &use_instruction_set, "name"_a, nb::call_guard<Turn>());
   m.def("use_threads", &use_threads, "threads"_a, "spin_us"_a, "cpus"_a, nb::call_guard<Turn>());
+  m.def("keep_freed_memory", &keep_freed_memory);
   m.def("threads", [] { return pool().threads(); });
   m.def("read_bandwidth", &read_bandwidth, "bytes"_a, "threads"_a, "seconds"_a, nb::call_guard<nb::gil_scoped_release>(),
         "GB/s of `threads` threads reading a buffer over and over.");

@@ -8,12 +8,25 @@ namespace kllm {
 
 namespace {
 
-constexpr int kTasksPerThread = 6;    // few enough to claim cheaply, enough to even out a disturbed thread
+constexpr int kLeastTasks = 3;        // a thread, to even out a disturbed one
 constexpr int kRowChunk = 120;        // rows of activations that stay in the second-level cache beside the weights
 constexpr int kPanelChunk = 8;        // panels a task takes from many rows: a multiple of the widest micro tiles
 constexpr int kSerialFloats = 8192;   // work below this is done by the caller
 
 int divide_up(int n, int unit) { return (n + unit - 1) / unit; }
+
+// Panels a task takes where one chunk of rows is all there is: of the sizes that leave every thread some tasks, the one
+// with which the last thread is done first. Micro tiles are 6 panels wide for few rows, else 4 and 2.
+int panels_of_task(int panels, int rows, int threads) {
+  const int unit = rows <= 4 ? 6 : 2, least = rows <= 4 ? 6 : 4;
+  const int most = std::max(least, panels / (threads * kLeastTasks));
+  int best = least, best_end = panels;
+  for (int size = least; size <= most; size += unit) {
+    const int end = divide_up(divide_up(panels, size), threads) * size;
+    if (end < best_end) best = size, best_end = end;
+  }
+  return best;
+}
 
 }  // namespace
 
@@ -51,11 +64,7 @@ void prepare(const float* x, size_t stride, const float* norm, float eps, const 
 void multiply(const Matrix& matrix, const Activations& x, const Sink& sink, const Scratch& scratch) {
   const int row_chunks = divide_up(x.rows, kRowChunk);
   const int row_chunk = divide_up(x.rows, row_chunks);
-  int panel_chunk = kPanelChunk;
-  if (row_chunks == 1) {
-    const int unit = x.rows <= 4 ? 6 : 4;
-    panel_chunk = std::max(1, matrix.panels / (pool().threads() * kTasksPerThread * unit)) * unit;
-  }
+  const int panel_chunk = row_chunks > 1 ? kPanelChunk : panels_of_task(matrix.panels, x.rows, pool().threads());
   const int panel_chunks = divide_up(matrix.panels, panel_chunk);
   pool().run(row_chunks * panel_chunks, [&](int task, int thread) {
     const int row = task / panel_chunks * row_chunk, panel = task % panel_chunks * panel_chunk;

@@ -165,7 +165,8 @@ class ModelRunner:
         if not chosen:
             return
         rows = [plan.steps[i].row for i in chosen]
-        logits = self.model.logits(hidden[torch.from_numpy(ends[chosen] - 1)])
+        last = hidden if len(chosen) == len(hidden) else hidden[torch.from_numpy(ends[chosen] - 1)]
+        logits = self.model.logits(last)
         positions = self._length[rows].tolist()
         for row, position, sampled in zip(
             rows, positions, self.sampler.sample(logits, rows, positions, masks), strict=True

@@ -23,6 +23,7 @@ def use_machine(threads: int, instruction_set: str = "auto", cpus: Sequence[int]
     first is for the thread that runs the model. Raises ValueError for an instruction set the processor lacks."""
     from kllm.kernels.cpu import _native
 
+    _native.keep_freed_memory()
     _native.use_instruction_set(_native.instruction_sets()[0] if instruction_set == "auto" else instruction_set)
     if _native.threads() != threads or cpus:
         _native.use_threads(threads, SPIN_US, cpus)

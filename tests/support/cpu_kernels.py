@@ -6,7 +6,7 @@ import pytest
 
 from kllm.kernels import cpu
 
-INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2")
 
 
 def need_instruction_set(name: str) -> None:

@@ -34,7 +34,8 @@ def load_probe(config: pytest.Config, source: Path, others: Sequence[str], isa: 
     command = [compiler, *_OPTIONS, *FLAGS[isa], f"-DKLLM_ISA={isa}", f"-I{NATIVE}", str(source)]
     command += [str(NATIVE / name) for name in others]
     digest = hashlib.sha256(" ".join(command).encode())
-    for path in [source, *sorted(NATIVE.glob("*.h")), *(NATIVE / name for name in others)]:
+    parts = [*sorted(source.parent.glob("*.cpp")), *sorted(NATIVE.glob("*.h")), *(NATIVE / name for name in others)]
+    for path in parts:
         digest.update(path.read_bytes())
     library = Path(config.cache.mkdir("native")) / f"{source.stem}_{isa}_{digest.hexdigest()[:16]}.so"
     if not library.exists():

@@ -1,4 +1,4 @@
-"""Operators over the native extension (sources in native/): AVX-512 with bfloat16, AVX-512 or AVX2."""
+"""Operators over the native extension (sources in native/): AMX, AVX-512 with bfloat16, AVX-512 or AVX2."""
 
 from __future__ import annotations
 

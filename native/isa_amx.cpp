@@ -1,0 +1,19 @@
+#define KLLM_ISA amx
+#include "isa.h"
+
+#include "gemm_amx.h"
+
+namespace kllm {
+
+namespace {
+
+constexpr Kernels with_tiles(Kernels table) {
+  table.gemm = amx::gemm_tiles;
+  return table;
+}
+
+}  // namespace
+
+extern constinit const Kernels kAmxKernels = with_tiles(KLLM_TABLE("amx"));
+
+}  // namespace kllm
