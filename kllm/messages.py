@@ -45,7 +45,7 @@ class Starting(Message, frozen=True, kw_only=True, omit_defaults=True, tag="star
 
 
 class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
-    """The instance is ready. `incarnation` is new for every process start."""
+    """The instance is ready. `incarnation` is new for every process start. operators: what computes, in words."""
 
     instance_id: str
     incarnation: str
@@ -57,6 +57,7 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     block_tokens: int = 0
     max_num_seqs: int = 0
     start_seconds: dict[str, float] = {}
+    operators: str = ""
 
 
 class Deltas(Message, frozen=True, kw_only=True, omit_defaults=True, tag="deltas"):

@@ -35,6 +35,7 @@ class Engine:
     vocab_size: int
     num_blocks: int
     block_tokens: int
+    operators: str
     start_seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -149,5 +150,6 @@ def load_engine(
         vocab_size=model.vocab_size,
         num_blocks=num_blocks,
         block_tokens=config.block_size,
+        operators=operators.describe(),
         start_seconds=phases.seconds,
     )

@@ -66,6 +66,7 @@ async def serve(address: str, config: EngineConfig) -> int:
         block_tokens=engine.block_tokens,
         max_num_seqs=config.max_num_seqs,
         start_seconds=engine.start_seconds,
+        operators=engine.operators,
     )
     try:
         await instance_main(link, engine.core, engine.compiler, ThreadWorkers(), hello)

@@ -114,6 +114,10 @@ class Operators(ABC):
     name: ClassVar[str]
     quantized_formats: ClassVar[frozenset[str]] = frozenset()  # of QuantizedRows that pack_linear takes
 
+    def describe(self) -> str:
+        """For the operator of a server: what computes here."""
+        return self.name
+
     def pack_linear(self, *parts: WeightSource, gated: bool = False) -> LinearWeight:
         """Parts [out_i, in], stacked along their outputs, in the layout that `linear` reads; the arguments may be
         dropped afterwards. gated: two parts of equal size, whose product goes through swiglu."""

@@ -181,7 +181,8 @@ def _announce(hello: Hello, service: Service, config: ServerConfig, listener: so
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in hello.start_seconds.items())
     spent = f" in {process_age():.2f} s ({phases})" if phases else f" in {process_age():.2f} s"
-    print(f"kLLM is ready: {url} serves {service.model_names[0]},{spent}", flush=True)
+    operators = f", {hello.operators} operators" if hello.operators else ""
+    print(f"kLLM is ready: {url} serves {service.model_names[0]},{spent}{operators}", flush=True)
 
 
 def process_age() -> float:

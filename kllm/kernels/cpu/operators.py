@@ -33,6 +33,9 @@ class CpuOperators(ReferenceOperators):
         self._int8_products = int8_products
         self._arena = _native.Arena()
 
+    def describe(self) -> str:
+        return f"{self.name} ({_native.instruction_set()}, {_native.threads()} threads)"
+
     def pack_linear(self, *parts: WeightSource, gated: bool = False) -> LinearWeight:
         if any(isinstance(part, torch.Tensor) and part.dtype not in NAMES for part in parts):
             return super().pack_linear(*parts, gated=gated)
