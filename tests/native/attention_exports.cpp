@@ -11,6 +11,8 @@ extern "C" {
 size_t attention_scratch(int group, int head_dim, int type) { return KLLM_ISA::attention_scratch(group, head_dim, (Type)type); }
 size_t floats_of_part(int head_dim) { return part_floats(head_dim); }
 int keys_of_part() { return kPartKeys; }
+int bytes_of_attention_task() { return (int)sizeof(AttentionTask); }
+int bytes_of_rotate_task() { return (int)sizeof(RotateTask); }
 void attention(const AttentionTask* task) { KLLM_ISA::attention(*task); }
 void merge_parts(const AttentionTask* task) { KLLM_ISA::merge_parts(*task); }
 void rotate(const RotateTask* task) { KLLM_ISA::rotate(*task); }

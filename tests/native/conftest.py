@@ -4,6 +4,7 @@ import ctypes
 from pathlib import Path
 
 import pytest
+from support.native_attention import AttentionTask, RotateTask
 from support.native_library import INSTRUCTION_SETS, compiled
 
 
@@ -14,4 +15,7 @@ def attention_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     library.attention_scratch.restype = ctypes.c_size_t
     library.floats_of_part.restype = ctypes.c_size_t
     library.time_attention.restype = ctypes.c_double
+    # A mirror without a field that the source has would be read past its end.
+    assert library.bytes_of_attention_task() == ctypes.sizeof(AttentionTask)
+    assert library.bytes_of_rotate_task() == ctypes.sizeof(RotateTask)
     return library

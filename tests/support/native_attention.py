@@ -42,6 +42,8 @@ class AttentionTask(ctypes.Structure):
         ("scratch_bytes", _size),
         ("partial", _pointer),
         ("part", _int),
+        ("next_table", _pointer),
+        ("next_context", _int),
     ]
 
 
