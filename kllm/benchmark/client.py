@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import httpx
 
-from kllm.benchmark.dataset import Sample
+from kllm.workload.sample import Sample
 
 
 @dataclass
@@ -65,9 +65,18 @@ class StreamError(Exception):
 class CompletionClient:
     """Sends samples as token ids to /v1/completions of one server."""
 
-    def __init__(self, url: str, model: str, api_key: str | None, timeout_s: float, options: dict[str, Any]) -> None:
-        """options: further fields of every request body, such as temperature."""
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        api_key: str | None,
+        timeout_s: float,
+        options: dict[str, Any],
+        prompt_of: Callable[[Sample], list[int]],
+    ) -> None:
+        """options: further fields of every request body, such as temperature. prompt_of: a sample's token ids."""
         self._model = model
+        self._prompt_of = prompt_of
         self._options = options
         self._http = httpx.AsyncClient(
             base_url=url.rstrip("/"),
@@ -81,9 +90,10 @@ class CompletionClient:
 
     async def send(self, sample: Sample, record: RequestRecord, run_start: float) -> None:
         """Run one request and fill its record. Never raises for what the server or the network does."""
+        prompt = self._prompt_of(sample)
         record.sent_s = perf_counter() - run_start
         try:
-            await self._stream(sample, record, run_start)
+            await self._stream(prompt, sample.output_len, record, run_start)
         except StreamError as error:
             record.error, record.detail = error.args
         except httpx.TimeoutException as error:
@@ -92,11 +102,11 @@ class CompletionClient:
             record.error, record.detail = "connection", f"{type(error).__name__}: {error}"
         record.end_s = perf_counter() - run_start
 
-    async def _stream(self, sample: Sample, record: RequestRecord, run_start: float) -> None:
+    async def _stream(self, prompt: list[int], output_len: int, record: RequestRecord, run_start: float) -> None:
         body = {
             "model": self._model,
-            "prompt": sample.prompt_token_ids,
-            "max_tokens": sample.output_len,
+            "prompt": prompt,
+            "max_tokens": output_len,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},

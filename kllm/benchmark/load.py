@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from kllm.benchmark.client import CompletionClient, RequestRecord
-from kllm.benchmark.dataset import Sample
+from kllm.workload.sample import Sample
 
 
 async def run_load(
@@ -24,7 +24,7 @@ async def run_load(
     start = perf_counter()
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     ended = [asyncio.Event() for _ in samples]
-    records = [RequestRecord(i, len(s.prompt_token_ids), s.arrival_s) for i, s in enumerate(samples)]
+    records = [RequestRecord(i, s.input_len, s.arrival_s) for i, s in enumerate(samples)]
 
     async def run_one(index: int) -> None:
         sample, record = samples[index], records[index]

@@ -9,8 +9,8 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kllm.benchmark.dataset import Sample, TokenSource
 from kllm.request import Delta, RequestOutput, SamplingParams
+from kllm.workload.sample import OWN, Sample, TokenSource
 
 if TYPE_CHECKING:
     from kllm.llm import LLM
@@ -24,7 +24,7 @@ def measure_latency(
     ttft_ms: from the call to the first output token. decode_tokens_per_s: the tokens after it over the time they took;
     None when output_len is 1.
     """
-    runs = [_one_run(llm, source.take(input_len, 0, i), output_len) for i in range(warm_up + iterations)][warm_up:]
+    runs = [_one_run(llm, source.take(input_len, OWN, i), output_len) for i in range(warm_up + iterations)][warm_up:]
     rates = [rate for _, _, rate in runs if rate is not None]
     return {
         "input_len": input_len,
@@ -36,14 +36,17 @@ def measure_latency(
     }
 
 
-def measure_throughput(llm: LLM, samples: Sequence[Sample], warm_up: Sequence[Sample] = ()) -> dict[str, Any]:
+def measure_throughput(
+    llm: LLM, samples: Sequence[Sample], source: TokenSource, warm_up: Sequence[Sample] = ()
+) -> dict[str, Any]:
     """All samples at once. peak_rss_mb is the most memory this process has held so far, in units of 10^6 bytes."""
     if warm_up:
-        _generate(llm, warm_up)
+        _generate(llm, warm_up, [source.prompt(sample) for sample in warm_up])
+    prompts = [source.prompt(sample) for sample in samples]
     start = perf_counter()
-    outputs = _generate(llm, samples)
+    outputs = _generate(llm, samples, prompts)
     elapsed = perf_counter() - start
-    prompt = sum(len(sample.prompt_token_ids) for sample in samples)
+    prompt = sum(map(len, prompts))
     output = sum(len(choice.token_ids) for result in outputs for choice in result.outputs)
     return {
         "num_prompts": len(samples),
@@ -80,12 +83,8 @@ def _one_run(llm: LLM, prompt: list[int], output_len: int) -> tuple[float, float
     return first - start, end - start, later_tokens / (last - first) if later_tokens else None
 
 
-def _generate(llm: LLM, samples: Sequence[Sample]) -> list[RequestOutput]:
-    return llm.generate(
-        [sample.prompt_token_ids for sample in samples],
-        [_exact(sample.output_len) for sample in samples],
-        progress=False,
-    )
+def _generate(llm: LLM, samples: Sequence[Sample], prompts: list[list[int]]) -> list[RequestOutput]:
+    return llm.generate(prompts, [_exact(sample.output_len) for sample in samples], progress=False)
 
 
 def _exact(output_len: int) -> SamplingParams:

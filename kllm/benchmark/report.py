@@ -44,6 +44,8 @@ def print_load_report(report: dict[str, Any], console: Console) -> None:
         rows["Goodput"] = f"{goodput['share']:.1%} of requests within the SLO, {goodput['requests_per_s']:.2f} a second"
     if delay := report["send_delay_ms"]:
         rows["Sent late by"] = f"{delay['p50']:.1f} ms (p50), {delay['p99']:.1f} ms (p99)"
+    if report["scaling"]:
+        rows["Scaled"] = "; ".join(report["scaling"])
     if report["too_long"]:
         rows["Left out"] = f"{report['too_long']} requests longer than the model allows"
     if report["errors"]:

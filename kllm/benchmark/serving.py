@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from kllm.benchmark.arrivals import poisson_arrivals, with_arrivals
 from kllm.benchmark.client import CompletionClient, RequestRecord, first_model
 from kllm.benchmark.config import LoadConfig
-from kllm.benchmark.dataset import Sample, TokenSource, fitting, random_samples, shared_prefix_samples
 from kllm.benchmark.load import run_load
-from kllm.benchmark.statistics import Slo, summarise
-from kllm.benchmark.traces import TRACE_DIR, read_trace, trace_samples
+from kllm.benchmark.statistics import summarise
+from kllm.telemetry.statistics import Slo
+from kllm.workload.config import SYNTHETIC
+from kllm.workload.generators import with_arrivals
+from kllm.workload.offered import arrival_times, synthetic_samples
+from kllm.workload.replay import describe_scaling, trace_samples
+from kllm.workload.sample import WARM_UP, Sample, TokenSource, fitting
+from kllm.workload.traces import TRACE_DIR, read_trace
 
 _WARM_UP_PROMPT = 64  # tokens, at most: enough to touch every path of a server, too little to matter
 
@@ -22,23 +26,15 @@ class NothingToSend(ValueError):
 
 def make_samples(config: LoadConfig) -> list[Sample]:
     """The requests of a config with their times. Raises TraceError."""
-    source = TokenSource(config.seed, config.vocab_size)
-    if config.dataset == "random":
-        samples = random_samples(
-            config.num_prompts, config.input_len, config.output_len, source, config.length_spread, config.seed
-        )
-    elif config.dataset == "shared-prefix":
-        samples = shared_prefix_samples(
-            config.num_prompts, config.num_prefixes, config.prefix_len, config.input_len, config.output_len, source
-        )
-    else:
-        rows = read_trace(config.dataset, config.num_prompts, config.trace_dir or TRACE_DIR)
-        conversations = any(row.session is not None for row in rows)
-        starts = _arrivals(config) if conversations else None
-        samples = trace_samples(rows, source, config.scale, config.speed_up, starts)
-        if conversations or config.request_rate is None:
-            return samples
-    return with_arrivals(samples, _arrivals(config))
+    if config.dataset in SYNTHETIC:
+        return with_arrivals(synthetic_samples(config.dataset, config), arrival_times(config))
+    rows = read_trace(config.dataset, limit_requests=config.num_prompts, folder=config.trace_dir or TRACE_DIR)
+    conversations = any(row.session is not None for row in rows)
+    starts = arrival_times(config) if conversations else None
+    samples = trace_samples(rows, config.scale, config.speed_up, starts)
+    if conversations or config.request_rate is None:
+        return samples
+    return with_arrivals(samples, arrival_times(config))
 
 
 async def run_benchmark(
@@ -58,7 +54,8 @@ async def run_benchmark(
     if not kept:
         raise NothingToSend(f"no request fits the model's {card.get('max_model_len')} tokens; a smaller scale may help")
     options = {"temperature": config.temperature}
-    client = CompletionClient(config.url, model, config.api_key, config.timeout, options)
+    source = TokenSource(config.seed, config.vocab_size)
+    client = CompletionClient(config.url, model, config.api_key, config.timeout, options, source.prompt)
     try:
         await _warm_up(client, config)
         on_start(len(kept))
@@ -66,19 +63,32 @@ async def run_benchmark(
     finally:
         await client.close()
     report = summarise(records, Slo(config.slo_ttft_ms, config.slo_tpot_ms))
-    about = {"dataset": config.dataset, "model": model, "too_long": len(samples) - len(kept)}
+    about = {
+        "dataset": config.dataset,
+        "scaling": _scaling(config, samples),
+        "model": model,
+        "too_long": len(samples) - len(kept),
+    }
     return about | report, records
 
 
+def _scaling(config: LoadConfig, samples: list[Sample]) -> list[str]:
+    """What was changed about a trace, in sentences."""
+    if config.dataset in SYNTHETIC:
+        return []
+    own_times = config.request_rate is None
+    conversations = any(sample.after is not None for sample in samples)
+    sentences = describe_scaling(config.scale, config.speed_up if own_times or conversations else 1.0)
+    if not own_times:
+        what = "conversations start" if conversations else "requests come"
+        sentences.append(f"{what} as a {config.arrivals} process of {config.request_rate:g} a second")
+    return sentences
+
+
 async def _warm_up(client: CompletionClient, config: LoadConfig) -> None:
-    source = TokenSource(config.seed + 1, config.vocab_size)
     for index in range(config.warm_up):
-        sample = Sample(source.take(min(config.input_len, _WARM_UP_PROMPT), index), min(config.output_len, 8))
+        length = min(config.input_len, _WARM_UP_PROMPT)
+        sample = Sample((((WARM_UP, index), length),), min(config.output_len, 8))
         (record,) = await run_load(client, [sample])
         if not record.ok:
             raise ConnectionError(f"the warm-up request failed ({record.error}): {record.detail}")
-
-
-def _arrivals(config: LoadConfig) -> Iterator[float]:
-    rate = float("inf") if config.request_rate is None else config.request_rate
-    return poisson_arrivals(rate, config.seed)

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kllm.benchmark.client import RequestRecord
-
-PERCENTILES = (50, 90, 95, 99)
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Service level objectives in milliseconds; None: no limit."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-    @property
-    def stated(self) -> bool:
-        return self.ttft_ms is not None or self.tpot_ms is not None
-
-    def met_by(self, record: RequestRecord) -> bool:
-        """A failed request meets nothing. An output of one token has no time per output token to miss."""
-        ttft, tpot = record.ttft_s, record.tpot_s
-        if not record.ok or ttft is None:
-            return False
-        if self.ttft_ms is not None and ttft * 1e3 > self.ttft_ms:
-            return False
-        return self.tpot_ms is None or tpot is None or tpot * 1e3 <= self.tpot_ms
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between closest ranks of an ascending sequence (numpy's default)."""
-    if not ordered:
-        raise ValueError("a percentile of nothing")
-    rank = (len(ordered) - 1) * percent / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+from kllm.telemetry.statistics import Slo, distribution
 
 
 def distribution_ms(seconds: Sequence[float]) -> dict[str, float] | None:
     """mean, p50, p90, p95 and p99 in milliseconds; None of nothing."""
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    figures = {"mean": sum(ordered) / len(ordered)} | {f"p{p}": percentile(ordered, p) for p in PERCENTILES}
-    return {name: round(value * 1e3, 3) for name, value in figures.items()}
+    figures = distribution(seconds)
+    return None if figures is None else {name: round(value * 1e3, 3) for name, value in figures.items()}
 
 
 def summarise(records: Sequence[RequestRecord], slo: Slo) -> dict[str, Any]:
@@ -83,7 +46,7 @@ def summarise(records: Sequence[RequestRecord], slo: Slo) -> dict[str, Any]:
         "send_delay_ms": distribution_ms([r.sent_s - r.scheduled_s for r in records]),
     }
     if slo.stated:
-        within = sum(slo.met_by(record) for record in records)
+        within = sum(record.ok and slo.met_by(record.ttft_s, record.tpot_s) for record in records)
         report["goodput"] = {
             "slo_ttft_ms": slo.ttft_ms,
             "slo_tpot_ms": slo.tpot_ms,

@@ -58,8 +58,8 @@ def latency(model: ModelArgument, flags: Flags, as_json: JsonFlag = False) -> No
     """Time to first token and decode rate of one request at a time, without a server."""
     config = build(LatencyConfig, flags)
     engine = build(EngineConfig, flags, model=model)
-    from kllm.benchmark.dataset import TokenSource
     from kllm.benchmark.offline import measure_latency
+    from kllm.workload.sample import TokenSource
 
     source = TokenSource(config.seed, config.vocab_size)
     with _loaded(engine) as llm:
@@ -73,16 +73,15 @@ def throughput(model: ModelArgument, flags: Flags, as_json: JsonFlag = False) ->
     """Tokens per second of many requests at once, without a server."""
     config = build(ThroughputConfig, flags)
     engine = build(EngineConfig, flags, model=model)
-    from kllm.benchmark.dataset import TokenSource, shared_prefix_samples
     from kllm.benchmark.offline import measure_throughput
+    from kllm.workload.generators import shared_prefix_samples
+    from kllm.workload.sample import WARM_UP, Sample, TokenSource
 
     lengths = (config.prefix_len, config.input_len, config.output_len)
-    samples = shared_prefix_samples(config.num_prompts, 1, *lengths, TokenSource(config.seed, config.vocab_size))
-    warm_up = shared_prefix_samples(
-        2, 1, 0, min(config.input_len, 64), 4, TokenSource(config.seed + 1, config.vocab_size)
-    )
+    samples = shared_prefix_samples(config.num_prompts, 1, *lengths)
+    warm_up = [Sample((((WARM_UP, index), min(config.input_len, 64)),), 4) for index in range(2)]
     with _loaded(engine) as llm:
-        figures = measure_throughput(llm, samples, warm_up)
+        figures = measure_throughput(llm, samples, TokenSource(config.seed, config.vocab_size), warm_up)
     _print_figures(engine, figures, as_json)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kllm.benchmark.dataset import TokenSource, random_samples, shared_prefix_samples
 from kllm.benchmark.offline import measure_latency, measure_throughput, peak_rss_bytes
 from kllm.llm import LLM
+from kllm.workload.generators import random_samples, shared_prefix_samples
+from kllm.workload.sample import TokenSource
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,8 @@ def test_latency_of_one_token_has_no_decode_rate(llm, source):
 
 
 def test_throughput_counts_every_token(llm, source):
-    samples = random_samples(12, 30, 8, source)
-    figures = measure_throughput(llm, samples, warm_up=samples[:1])
+    samples = random_samples(12, 30, 8)
+    figures = measure_throughput(llm, samples, source, warm_up=samples[:1])
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (360, 96)
     assert figures["output_tokens_per_s"] == pytest.approx(96 / figures["elapsed_s"], rel=0.05)
     assert figures["total_tokens_per_s"] == pytest.approx(figures["output_tokens_per_s"] * 456 / 96, rel=0.01)
@@ -45,6 +46,6 @@ def test_throughput_counts_every_token(llm, source):
 
 
 def test_shared_prefixes_are_found_in_the_cache(llm, source):
-    samples = shared_prefix_samples(4, 1, 64, 8, 2, source)
-    measure_throughput(llm, samples[:1])
-    assert measure_throughput(llm, samples[1:])["cached_tokens"] == 3 * 64
+    samples = shared_prefix_samples(4, 1, 64, 8, 2)
+    measure_throughput(llm, samples[:1], source)
+    assert measure_throughput(llm, samples[1:], source)["cached_tokens"] == 3 * 64

@@ -32,7 +32,7 @@ DASHBOARD = [
 
 def source() -> SimpleNamespace:
     load = SimpleNamespace(running=3, waiting=2, kv_usage=0.25, preemptions=1, prefix_queries=9, prefix_hits=4)
-    return SimpleNamespace(load=load, totals=load, restarts=7)
+    return SimpleNamespace(loads=[load], totals=load, restarts=7)
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
@@ -60,12 +60,22 @@ def test_figures_of_the_source_are_read_at_scrape_time() -> None:
     figures = source()
     metrics = Metrics("m", figures, dict)
     assert samples(metrics)["kllm:num_requests_running", ""] == 3
-    figures.load.running = 5
+    figures.loads[0].running = 5
     found = samples(metrics)
     assert found["kllm:num_requests_running", ""] == 5
     assert found["kllm:kv_cache_usage_perc", ""] == 0.25
     assert found["kllm:num_preemptions_total", ""] == 1
     assert found["kllm:instance_restarts_total", ""] == 7
+
+
+def test_every_instance_has_its_gauges() -> None:
+    figures = source()
+    figures.loads.append(SimpleNamespace(running=1, waiting=0, kv_usage=0.5))
+    families = {f.name: f for f in text_string_to_metric_families(Metrics("m", figures, dict).render().decode())}
+    running = families["kllm:num_requests_running"].samples
+    assert [(sample.labels["engine"], sample.value) for sample in running] == [("0", 3), ("1", 1)]
+    assert [sample.value for sample in families["kllm:kv_cache_usage_perc"].samples] == [0.25, 0.5]
+    assert [sample.labels["engine"] for sample in families["kllm:num_preemptions"].samples] == ["0"]
 
 
 def test_life_of_a_request() -> None:
