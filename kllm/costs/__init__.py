@@ -1,0 +1,1 @@
+"""What things cost: step times, hardware and model figures, KV capacity. Arithmetic for prediction and simulation."""
