@@ -309,7 +309,7 @@ def show_floors(report: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    from kllm.engine.loading import available_cores
+    from kllm.resources import available_cores
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2")

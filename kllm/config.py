@@ -7,6 +7,7 @@ description is its help text. Names follow vLLM where the meaning is the same.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -23,6 +24,8 @@ def parse_bytes(value: object) -> object:
         raise ValueError(f"{value!r} is not a size such as 4GiB, 512MiB or 2e9")
     return int(float(match[1]) * _UNITS[match[2]])
 
+
+KV_CACHE_SHARE = 0.25  # of available memory, where no size is given; all instances of a server together
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
@@ -61,7 +64,9 @@ class EngineConfig(Config):
     )
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV cache block.")
     kv_cache_memory: Bytes | None = Field(
-        None, ge=1, description="Memory for the KV cache, such as 4GiB; by default a quarter of what is available."
+        None,
+        ge=1,
+        description="Memory for the KV cache of one instance, such as 4GiB; by default a quarter of what is available.",
     )
     num_kv_blocks: int | None = Field(None, ge=2, description="Exact number of KV blocks, instead of kv_cache_memory.")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Most requests that run at once.")
@@ -77,10 +82,16 @@ class EngineConfig(Config):
         le=2,
         description="Plans in flight: 1 plain, 2 plans a step while one runs. Default: what is faster.",
     )
-    threads: int | None = Field(None, ge=1, description="Compute threads; by default one per available core.")
+    threads: int | None = Field(
+        None, ge=1, description="Compute threads of one instance; by default the available cores."
+    )
     bind_threads: bool = Field(False, description="Bind each compute thread of the cpu operators to a core of its own.")
     instruction_set: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2"] = Field(
         "auto", description="Instructions that the cpu operators use; auto is the best the processor has."
+    )
+
+    record_steps: Path | None = Field(
+        None, description="File that gets a line for every step: what it computed and how long it took."
     )
 
 
@@ -89,6 +100,12 @@ class ServerConfig(Config):
 
     host: str = Field("127.0.0.1", description="Address to bind; loopback unless changed.")
     port: int = Field(8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
+    instances: int = Field(
+        1, ge=1, le=64, description="Instances of the model on this machine; by default they share cores and memory."
+    )
+    routing: Literal["least-loaded", "round-robin"] = Field(
+        "least-loaded", description="Which instance gets a request: the one with the fewest, or each in turn."
+    )
     api_key: list[str] = Field([], description="Keys that clients must send as a bearer token; may be repeated.")
     served_model_name: list[str] = Field([], description="Names the model answers to; the first is reported.")
     chat_template: str | None = Field(None, description="File with a Jinja chat template, instead of the model's.")

@@ -1,8 +1,12 @@
 """What a gateway and an instance say to each other. Versioned; encoded as msgpack, never pickle.
 
-Down (gateway to instance): Submit, Abort, Drain.
+Down (gateway to instance): Submit, Abort, Drain, Ping.
 Up (instance to gateway): Starting, Hello, Deltas, EngineLoad, Drained, Failed.
 Messages carry durations and ages, never timestamps: every node has its own clock.
+
+A link may lose, repeat or reorder messages. (attempt, index) in a Delta and the attempt in Submit and Abort make
+repeated and late ones harmless; Hello is repeated until it is answered; what an instance holds (EngineLoad.progress) is
+compared with what the gateway gave it, so that lost ones are noticed.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import msgspec
 
 from kllm.request import Delta, Request
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -20,7 +24,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Submit(Message, frozen=True, kw_only=True, omit_defaults=True, tag="submit"):
     """Run this request. `outputs` are tokens already given to the client by an earlier attempt:
-    the instance continues after them as if it had sampled them itself."""
+    the instance continues after them as if it had sampled them itself. `attempt` grows with every submission of an id:
+    an instance ignores one that is not above the highest it has seen."""
 
     request: Request
     outputs: list[int] = []
@@ -28,13 +33,21 @@ class Submit(Message, frozen=True, kw_only=True, omit_defaults=True, tag="submit
 
 
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
-    """Stop these requests and free what they hold. Unknown ids are ignored. No delta follows."""
+    """Stop these requests and free what they hold. Unknown ids are ignored. No delta follows.
+
+    attempt: requests that are here in a later attempt stay. None: whatever the attempt."""
 
     request_ids: list[str]
+    attempt: int | None = None
 
 
 class Drain(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drain"):
     """Finish what is running, answer Drained, then exit. Nothing is submitted after this."""
+
+
+class Ping(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ping"):
+    """Sign of life of the gateway, every second from Hello on. An instance that has had one and then hears nothing for
+    as long as its lease ends, as if its link had closed."""
 
 
 class Starting(Message, frozen=True, kw_only=True, omit_defaults=True, tag="starting"):
@@ -45,7 +58,9 @@ class Starting(Message, frozen=True, kw_only=True, omit_defaults=True, tag="star
 
 
 class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
-    """The instance is ready. `incarnation` is new for every process start. operators: what computes, in words."""
+    """The instance is ready; repeated with every report until the gateway has said something.
+
+    `incarnation` is new for every process start. operators: what computes, in words."""
 
     instance_id: str
     incarnation: str
@@ -67,7 +82,12 @@ class Deltas(Message, frozen=True, kw_only=True, omit_defaults=True, tag="deltas
 
 
 class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
-    """State after a step; counters are totals since this incarnation started."""
+    """State after a step; counters are totals since this incarnation started.
+
+    sequence: counts the reports of this incarnation, from 1 on; an older one that comes late is ignored. 0: no number.
+    progress: every request that the instance holds, by id: (attempt, index of the next delta). With the report of
+    every second only; None in others.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -78,6 +98,8 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     prefix_hits: int = 0  # tokens found there
     steps: int = 0
     step_s: float = 0.0  # total duration of the steps so far
+    sequence: int = 0
+    progress: dict[str, tuple[int, int]] | None = None
 
 
 class Drained(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drained"):
@@ -90,7 +112,7 @@ class Failed(Message, frozen=True, kw_only=True, omit_defaults=True, tag="failed
     error: str
 
 
-Down = Submit | Abort | Drain
+Down = Submit | Abort | Drain | Ping
 Up = Starting | Hello | Deltas | EngineLoad | Drained | Failed
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,11 +1,11 @@
-"""The gateway: takes requests, gives them to an instance, and keeps them whole when the instance dies.
+"""The gateway: takes requests, gives them to instances, and keeps them whole when instances die or messages are lost.
 
 A request accepted by `generate` ends in exactly one way: completed, error, or abort. The gateway's table holds every
 request that has not ended; each is in exactly one place:
 
-    waiting  -- no instance is ready, or suspects are being tried
-    assigned -- submitted to the instance (InstanceHandle.assigned)
-    suspects -- in flight at several deaths in a row: tried one at a time, so that only the killer is blamed
+    waiting  -- no instance may take it: none is ready, or those that are try suspects
+    assigned -- submitted to an instance (Slot.assigned)
+    suspects -- in flight at several deaths in a row: tried one at a time (Trial)
 
 Only asyncio's primitives and the loop's clock are used here: the same class runs in virtual time.
 """
@@ -15,12 +15,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from kllm.cluster.admission import CompletionRate, QueueFull, Unavailable, admit
-from kllm.cluster.instance_handle import InstanceFailed, InstanceHandle
-from kllm.cluster.launchers.launcher import InstanceLauncher, LaunchError
+from kllm.cluster.instance_handle import InstanceFailed
+from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.request_stream import End, Gap, RequestStream
+from kllm.cluster.routing import LeastLoaded, Router
+from kllm.cluster.slot import Limits, Slot, SlotEvents, add_counters
+from kllm.cluster.trial import Trial
 from kllm.messages import EngineLoad, Hello, Starting
 from kllm.request import Delta, InvalidRequest, Request
 
@@ -28,28 +33,31 @@ __all__ = ["Gateway", "InstanceFailed", "QueueFull", "RequestStream", "Unavailab
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.5
-LONGEST_BACKOFF_S = 30.0
-RETRY_OUTAGE_S = 5  # Retry-After while the instance starts
+RETRY_OUTAGE_S = 5  # Retry-After while no instance is ready
+MAX_LOSSES = 20  # attempts in a row that yield nothing because messages are lost, before a request ends with an error
+IDS_REMEMBERED = 65_536  # ids of ended requests whose attempts go on where they were if the id is used again
 
 
 class Gateway:
-    """One instance behind a bounded queue.
+    """Instances behind one bounded queue, one supervised slot for each launcher.
 
-    max_queue: requests in flight at once. start_timeout: seconds from launch to Hello.
-    max_restarts: failures in a row (starts that fail, idle instances that die) before it gives up for good.
+    router: chooses among the instances that may take a request. max_queue: requests in flight at once.
+    start_timeout: seconds from launch to Hello.
+    max_restarts: failures in a row (starts that fail, deaths that no request is to blame for) before a slot gives up.
     max_attempts: instances that a request may see die, without making progress, before it ends with an error.
-    silence_limit: seconds without a message from an instance that has work before it counts as hung.
+    silence_limit: seconds without a message or a step from an instance that has work before it counts as hung.
     max_outage: seconds without a ready instance during which new requests are still taken.
     stop_grace: seconds that an instance gets to exit before it is killed.
-    rng: draws seeds and jitter. on_starting: progress of every start.
+    rng: draws seeds and jitter. on_starting: progress of every start, with the index of the slot.
+    on_route: every submission: (request id, attempt, index of the slot).
     """
 
     def __init__(
         self,
-        launcher: InstanceLauncher,
+        launchers: Sequence[InstanceLauncher],
         *,
         rng: random.Random,
+        router: Router | None = None,
         max_queue: int = 1024,
         start_timeout: float = 600.0,
         max_restarts: int = 5,
@@ -57,73 +65,108 @@ class Gateway:
         silence_limit: float = 60.0,
         max_outage: float = 30.0,
         stop_grace: float = 5.0,
-        on_starting: Callable[[Starting], None] = lambda _: None,
+        on_starting: Callable[[int, Starting], None] = lambda *_: None,
+        on_route: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
-        self.info: Hello | None = None  # of the latest instance that became ready
-        self.restarts = 0
+        if not launchers:
+            raise ValueError("a gateway needs at least one launcher")
+        self.info: Hello | None = None  # what every instance can take; of the latest ones that were ready
         self.accepted = 0
         self.ended = dict.fromkeys(End, 0)
-        self._launcher = launcher
         self._rng = rng
+        self._router = router or LeastLoaded(rng)
         self._max_queue = max_queue
-        self._start_timeout = start_timeout
-        self._max_restarts = max_restarts
         self._max_attempts = max_attempts
-        self._silence_limit = silence_limit
         self._max_outage = max_outage
-        self._stop_grace = stop_grace
-        self._on_starting = on_starting
+        self._on_route = on_route
         self._table: dict[str, RequestStream] = {}
         self._waiting: dict[str, RequestStream] = {}
-        self._suspects: dict[str, RequestStream] = {}
-        self._probe: RequestStream | None = None  # the suspect being tried
+        self._trial = Trial()
+        self._assigned: dict[str, Slot] = {}
+        self._last_attempts: dict[str, int] = {}  # of ended requests, oldest first
         self._idle = asyncio.Event()
         self._idle.set()
-        self._handle: InstanceHandle | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._failures = 0
-        self._down_since = 0.0  # when the last incarnation ended, while _handle is None
+        self._settled = asyncio.Event()  # an instance is ready, or every first start has failed
+        self._down_since = 0.0  # when the last ready instance ended
         self._draining = False
-        self._gave_up: str | None = None
-        self._past = EngineLoad()  # counters of past incarnations
         self._rate = CompletionRate()
+        limits = Limits(start_timeout, max_restarts, silence_limit, stop_grace)
+        events = SlotEvents(
+            starting=on_starting,
+            ready=self._on_ready,
+            start_failed=self._on_start_failed,
+            settled=self._settled,
+            delta=self._on_delta,
+            astray=self._on_astray,
+            over=self._on_over,
+            gave_up=self._on_gave_up,
+            needed=lambda: bool(self._table) or not self._draining,
+        )
+        self._slots = [Slot(index, launcher, limits, rng, events) for index, launcher in enumerate(launchers)]
 
     # --- what can be seen ---
 
     @property
     def ready(self) -> bool:
         """An instance is ready and requests are taken."""
-        return self._handle is not None and self._handle.ready and not self._draining
+        return not self._draining and any(slot.ready for slot in self._slots)
 
     @property
     def healthy(self) -> bool:
-        """False once it has given up restarting: only a new gateway helps."""
-        return self._gave_up is None
+        """False once every slot has given up restarting: only a new gateway helps."""
+        return not all(slot.gave_up for slot in self._slots)
 
     @property
     def in_flight(self) -> int:
         return len(self._table)
 
     @property
+    def restarts(self) -> int:
+        return sum(slot.restarts for slot in self._slots)
+
+    @property
+    def loads(self) -> list[EngineLoad]:
+        """The latest report of every slot's instance; zeros where there is none."""
+        return [slot.load for slot in self._slots]
+
+    @property
     def load(self) -> EngineLoad:
-        """The instance's latest report; zeros while there is none."""
-        return EngineLoad() if self._handle is None else self._handle.load
+        """The reports of all instances as one: sums, and means of the shares of KV blocks."""
+        total = EngineLoad()
+        for load in self.loads:
+            total = add_counters(total, load)
+        loads, ready = self.loads, max(1, sum(slot.hello is not None for slot in self._slots))
+        return msgspec.structs.replace(
+            total,
+            running=sum(load.running for load in loads),
+            waiting=sum(load.waiting for load in loads),
+            kv_usage=sum(load.kv_usage for load in loads) / ready,
+            kv_cached=sum(load.kv_cached for load in loads) / ready,
+        )
 
     @property
     def totals(self) -> EngineLoad:
-        """The counters of EngineLoad, over all incarnations."""
-        return _add_counters(self._past, self.load)
+        """The counters of EngineLoad, over all slots and incarnations."""
+        total = EngineLoad()
+        for slot in self._slots:
+            total = add_counters(total, slot.totals)
+        return total
 
     def check(self) -> None:
         """Every accepted request is in one place or has ended once."""
-        assigned = {} if self._handle is None else self._handle.assigned
-        places = [*self._waiting.items(), *self._suspects.items(), *assigned.items()]
+        assigned = [entry for slot in self._slots for entry in slot.assigned.items()]
+        places = [*self._waiting.items(), *self._trial.suspects.items(), *assigned]
         assert dict(places) == self._table, "a request is lost, or held after its end"
         assert len(places) == len(self._table), "a request is in two places"
+        assert self._assigned == {request_id: slot for slot in self._slots for request_id in slot.assigned}
         assert all(stream.end is None for stream in self._table.values()), "a request in the table has ended"
         assert self.accepted == len(self._table) + sum(self.ended.values()), "a request ended twice or never"
         assert self._idle.is_set() == (not self._table)
-        assert self._probe is None or self._probe.request.request_id in assigned, "the suspect on trial is not running"
+        probe = self._trial.probe
+        if probe is not None:
+            beside = [stream for stream in self._trial.slot.assigned.values() if stream is not probe]  # type: ignore[union-attr]
+            assert self._assigned[probe.request.request_id] is self._trial.slot, "the suspect on trial is not running"
+            assert all(stream.trusted for stream in beside), "the suspect on trial is not alone"
 
     # --- requests ---
 
@@ -132,42 +175,62 @@ class Gateway:
 
         Raises InvalidRequest, QueueFull or Unavailable here, before anything is streamed."""
         info = self._info_if_available()
+        request_id = request.request_id
         if len(self._table) >= self._max_queue:
             now = asyncio.get_running_loop().time()
             raise QueueFull(self._max_queue, self._rate.seconds_for(self._max_queue / 10, now))
-        if request.request_id in self._table:
-            raise InvalidRequest(f"a request with the id {request.request_id!r} is already running", "request_id")
-        stream = RequestStream(admit(request, info, self._rng.getrandbits(63)), self._on_client_gone)
+        if request_id in self._table:
+            raise InvalidRequest(f"a request with the id {request_id!r} is already running", "request_id")
+        request = admit(request, info, self._rng.getrandbits(63))
+        first_attempt = self._last_attempts.pop(request_id, -1) + 1
+        stream = RequestStream(request, self._on_client_gone, first_attempt=first_attempt)
         self.accepted += 1
-        self._table[request.request_id] = self._waiting[request.request_id] = stream
+        self._table[request_id] = self._waiting[request_id] = stream
         self._idle.clear()
-        self._submit_waiting()
+        self._dispatch()
         return stream
 
     def _info_if_available(self) -> Hello:
-        if self._gave_up is not None:
-            raise Unavailable(f"the model's instance keeps failing: {self._gave_up}")
+        if not self.healthy:
+            raise Unavailable(f"the model's instance keeps failing: {self._slots[0].error}")
         if self._draining:
             raise Unavailable("the server is shutting down", RETRY_OUTAGE_S)
         if self.info is None:
             raise Unavailable("the model is still loading", RETRY_OUTAGE_S)
-        if self._handle is None and asyncio.get_running_loop().time() - self._down_since > self._max_outage:
+        outage = asyncio.get_running_loop().time() - self._down_since
+        if outage > self._max_outage and not any(slot.hello for slot in self._slots):
             raise Unavailable("the model is being restarted", RETRY_OUTAGE_S)
         return self.info
 
-    def _submit_waiting(self) -> None:
-        handle = self._handle
-        if handle is None or not handle.ready:
+    def _dispatch(self) -> None:
+        """Submit what waits, as far as there are instances that may take it."""
+        ready = [slot for slot in self._slots if slot.ready]
+        if not ready:
             return
-        on_trial = bool(self._suspects) or self._probe is not None
+        if len(ready) > 1:
+            ready = [slot for slot in ready if not slot.quiet] or ready
+        reserved = self._trial.reserve(ready)
+        others = [slot for slot in ready if slot is not reserved]
         for request_id, stream in list(self._waiting.items()):
-            trusted = stream.attempt > 0 and stream.strikes == 0
-            if (trusted or not on_trial) and self._waiting.pop(request_id, None) is not None:
-                handle.submit(stream)
-        if self._probe is None and self._suspects:
-            request_id = next(iter(self._suspects))
-            self._probe = self._suspects.pop(request_id)
-            handle.submit(self._probe)
+            slots = ready if stream.trusted else others
+            if slots:
+                del self._waiting[request_id]
+                self._assign(stream, self._route(stream.request, slots))
+        probe = self._trial.next()
+        if probe is not None and reserved is not None:
+            self._assign(probe, reserved)
+
+    def _route(self, request: Request, slots: Sequence[Slot]) -> Slot:
+        leader = self._assigned.get(request.leader) if request.leader is not None else None
+        if leader in slots:
+            return leader  # type: ignore[return-value]  # the prompt they share is computed there
+        return self._slots[self._router.choose(request, [slot.candidate for slot in slots])]
+
+    def _assign(self, stream: RequestStream, slot: Slot) -> None:
+        request_id = stream.request.request_id
+        self._assigned[request_id] = slot
+        slot.submit(stream)
+        self._on_route(request_id, stream.attempt, slot.index)
 
     def _on_delta(self, delta: Delta) -> None:
         stream = self._table.get(delta.request_id)
@@ -177,39 +240,41 @@ class Gateway:
             if not stream.accept(delta):
                 return
         except Gap as gap:
-            logger.error("%s; submitting the request again", gap)
-            self._on_gap(stream)
+            self._on_astray(stream, str(gap))
             return
         if stream.end is not None:
-            self._failures = 0
+            self._assigned[delta.request_id].got_on()
             self._remove(stream)
-        elif stream.proven:
-            self._failures = 0
-            if self._probe is stream:
-                self._probe = None
-                self._submit_waiting()
+        elif stream.takes_proof():
+            self._assigned[delta.request_id].got_on()
+            self._trial.forget(stream)
+            if self._trial.active or self._waiting:
+                self._dispatch()
 
-    def _on_gap(self, stream: RequestStream) -> None:
-        assert self._handle is not None
-        self._handle.abort(stream.request.request_id)
-        self._try_again(stream, "tokens were lost on the way from the instance")
-        self._submit_waiting()
+    def _on_astray(self, stream: RequestStream, why: str) -> None:
+        """Messages from or to the instance were lost: another attempt, there or elsewhere."""
+        logger.warning("submitting request %s again: %s", stream.request.request_id, why)
+        self._assigned.pop(stream.request.request_id).abort(stream)
+        stream.next_attempt(died=False)
+        self._try_again(stream, "messages were lost on the way")
+        self._dispatch()
 
     def _try_again(self, stream: RequestStream, why: str) -> None:
         """A request whose attempt is lost: back into the queue, or the end if it has been tried too often."""
-        self._probe = None if self._probe is stream else self._probe
-        stream.next_attempt()
-        if stream.strikes >= self._max_attempts:
-            stream.fail(f"the request failed after {stream.strikes} attempts in a row: {why}")
+        self._trial.forget(stream)
+        if stream.strikes >= self._max_attempts or stream.losses >= MAX_LOSSES:
+            failed = max(stream.strikes, stream.losses)
+            stream.fail(f"the request failed after {failed} attempts in a row: {why}")
             self._remove(stream)
         elif stream.strikes > 0 and stream.strikes == self._max_attempts - 1:
-            self._suspects[stream.request.request_id] = stream
+            self._trial.add(stream)
         else:
             self._waiting[stream.request.request_id] = stream
 
     def _on_client_gone(self, stream: RequestStream) -> None:
-        if self._handle is not None:
-            self._handle.abort(stream.request.request_id)
+        slot = self._assigned.pop(stream.request.request_id, None)
+        if slot is not None:
+            slot.abort(stream)
         self._remove(stream)
 
     def _remove(self, stream: RequestStream) -> None:
@@ -218,95 +283,70 @@ class Gateway:
         request_id = stream.request.request_id
         del self._table[request_id]
         self._waiting.pop(request_id, None)
-        self._suspects.pop(request_id, None)
-        if self._handle is not None:
-            self._handle.assigned.pop(request_id, None)
+        slot = self._assigned.pop(request_id, None)
+        if slot is not None:
+            slot.forget(stream)
+        self._trial.forget(stream)
+        self._last_attempts[request_id] = stream.attempt
+        if len(self._last_attempts) > IDS_REMEMBERED:
+            del self._last_attempts[next(iter(self._last_attempts))]
         self.ended[stream.end] += 1
         self._rate.record(asyncio.get_running_loop().time())
         if not self._table:
             self._idle.set()
-        self._probe = None if self._probe is stream else self._probe
-        if self._waiting or self._suspects:
-            self._submit_waiting()
+        if self._waiting or self._trial.suspects:
+            self._dispatch()
 
-    # --- the instance's life ---
+    # --- the instances' lives ---
 
     async def start(self) -> Hello:
-        """Launch the instance and wait until it is ready. Raises InstanceFailed with the instance's own message."""
-        handle = await self._launch()
-        self._supervisor = asyncio.create_task(self._supervise(handle))
-        assert self.info is not None
+        """Launch all instances and wait until one is ready; the others join when they are. Raises InstanceFailed with
+        the first instance's own message if none can start."""
+        for slot in self._slots:
+            slot.open()
+        try:
+            await self._settled.wait()
+        except BaseException:
+            await self._close_slots()
+            raise
+        if self.info is None:
+            await self._close_slots()
+            raise InstanceFailed(self._slots[0].error)
         return self.info
 
-    async def _launch(self) -> InstanceHandle:
-        try:
-            instance = await self._launcher.launch()
-        except LaunchError as error:
-            raise InstanceFailed(str(error)) from error
-        handle = InstanceHandle(
-            instance, on_starting=self._on_starting, on_delta=self._on_delta, silence_limit=self._silence_limit
+    def _on_start_failed(self) -> None:
+        if all(slot.error is not None for slot in self._slots):
+            self._settled.set()
+
+    def _on_ready(self, slot: Slot) -> None:
+        hellos = [slot.hello for slot in self._slots if slot.hello is not None]
+        self.info = msgspec.structs.replace(
+            hellos[0],
+            max_model_len=min(hello.max_model_len for hello in hellos),
+            num_blocks=min(hello.num_blocks for hello in hellos),
         )
-        try:
-            self.info = await handle.started(self._start_timeout)
-        except BaseException:
-            await handle.stop(self._stop_grace)
-            raise
-        self._handle = handle
-        self._submit_waiting()
-        return handle
+        logger.info("instance %d is ready (%d of %d)", slot.index, len(hellos), len(self._slots))
+        self._settled.set()
+        self._dispatch()
 
-    async def _supervise(self, handle: InstanceHandle) -> None:
-        try:
-            while True:
-                reason = await handle.over()
-                if self._draining and not self._table:
-                    return
-                logger.error("the instance ended with %d requests in flight: %s", len(handle.assigned), reason)
-                self._recover(handle, reason)
-                await handle.stop(self._stop_grace)
-                restarted = await self._restart(reason)
-                if restarted is None:
-                    return
-                handle = restarted
-        except Exception as error:
-            logger.exception("the gateway's supervision failed")
-            self._give_up(f"internal error: {error!r}")
-
-    def _recover(self, handle: InstanceHandle, reason: str) -> None:
-        """Take back what a dead instance was working on."""
-        self._handle = None
-        self._down_since = asyncio.get_running_loop().time()
-        self._past = _add_counters(self._past, handle.load)
-        if not handle.assigned:
-            self._failures += 1  # otherwise its requests are to blame first: they cannot kill more than a few
+    def _on_over(self, slot: Slot, lost: Sequence[RequestStream], reason: str) -> bool:
+        """Take back what a dead instance was working on, and give it to the others. True if one of them is known to
+        have killed it."""
+        killer = self._trial.probe if self._trial.slot is slot else None
+        if not any(other.hello for other in self._slots):
+            self._down_since = asyncio.get_running_loop().time()
         waiting, self._waiting = self._waiting, {}  # the older requests go first
-        for stream in handle.assigned.values():
+        for stream in lost:
+            del self._assigned[stream.request.request_id]
+            stream.next_attempt()
             self._try_again(stream, reason)
         self._waiting.update(waiting)
+        self._dispatch()
+        return killer is not None
 
-    async def _restart(self, reason: str) -> InstanceHandle | None:
-        while self._failures <= self._max_restarts:
-            await asyncio.sleep(self._backoff())
-            self.restarts += 1
-            try:
-                return await self._launch()
-            except InstanceFailed as error:
-                logger.error("the instance could not be restarted: %s", error)
-                self._failures += 1
-                reason = str(error)
-        self._give_up(reason)
-        return None
-
-    def _backoff(self) -> float:
-        """Seconds before the next start: none after a death during work, then doubling, with jitter."""
-        if self._failures == 0:
-            return 0.0
-        longest = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (self._failures - 1))
-        return longest * self._rng.uniform(0.5, 1.0)
-
-    def _give_up(self, reason: str) -> None:
-        logger.critical("giving up on the instance: %s", reason)
-        self._gave_up = reason
+    def _on_gave_up(self, slot: Slot, reason: str) -> None:
+        if self.healthy:
+            return
         for stream in list(self._table.values()):
             stream.fail(f"the model's instance keeps failing: {reason}")
             self._remove(stream)
@@ -314,43 +354,30 @@ class Gateway:
     # --- the end ---
 
     async def drain(self, timeout: float) -> None:
-        """Take no new requests, give those in flight `timeout` seconds, abort the rest, and stop the instance."""
+        """Take no new requests, give those in flight `timeout` seconds, abort the rest, and stop the instances."""
         self._draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
             logger.warning("aborting %d requests that did not finish in %g s", len(self._table), timeout)
             self._abort_all()
-        if self._handle is not None:
-            self._handle.drain()
-            await asyncio.wait((asyncio.ensure_future(self._handle.over()),), timeout=self._stop_grace)
+        await asyncio.gather(*(slot.drain() for slot in self._slots))
         await self.close()
 
     async def close(self) -> None:
-        """Abort what is in flight and stop the instance. Idempotent."""
+        """Abort what is in flight and stop the instances. Idempotent."""
         self._draining = True
         self._abort_all()
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
-        if self._handle is not None:
-            self._past = self.totals
-            handle, self._handle = self._handle, None
-            await handle.stop(self._stop_grace)
+        await self._close_slots()
+
+    async def _close_slots(self) -> None:
+        await asyncio.gather(*(slot.close() for slot in self._slots))
 
     def _abort_all(self) -> None:
         for stream in list(self._table.values()):
-            if self._handle is not None:
-                self._handle.abort(stream.request.request_id)
+            self._waiting.pop(stream.request.request_id, None)
+            slot = self._assigned.pop(stream.request.request_id, None)
+            if slot is not None:
+                slot.abort(stream)
             stream.abort()
             self._remove(stream)
-
-
-def _add_counters(a: EngineLoad, b: EngineLoad) -> EngineLoad:
-    return EngineLoad(
-        preemptions=a.preemptions + b.preemptions,
-        prefix_queries=a.prefix_queries + b.prefix_queries,
-        prefix_hits=a.prefix_hits + b.prefix_hits,
-        steps=a.steps + b.steps,
-        step_s=a.step_s + b.step_s,
-    )

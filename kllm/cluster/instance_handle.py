@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kllm.cluster.launchers.launcher import Instance
+from kllm.cluster.progress_watch import Progress, ProgressWatch
 from kllm.cluster.request_stream import RequestStream
 from kllm.messages import (
     PROTOCOL_VERSION,
@@ -19,6 +20,7 @@ from kllm.messages import (
     EngineLoad,
     Failed,
     Hello,
+    Ping,
     Starting,
     Submit,
     Up,
@@ -29,6 +31,8 @@ from kllm.transport.link import Backpressure, LinkClosed
 logger = logging.getLogger(__name__)
 
 RETRY_SEND_S = 0.02  # between attempts to send to an instance that does not keep up
+PING_INTERVAL_S = 1.0
+QUIET_S = 5.0  # several reports long
 LAST_WORDS_S = 1.0  # from the exit of a process to the end of its link, or the other way round
 
 
@@ -39,9 +43,10 @@ class InstanceFailed(RuntimeError):
 class InstanceHandle:
     """starting -> ready -> over. `assigned` are the requests submitted and not ended, oldest first.
 
-    An incarnation is over when its process exits, its link closes, it reports Failed, or it says nothing for
-    silence_limit seconds while it has work: it sends EngineLoad at least every second, however long a step takes.
-    Messages wait in an outbox while the link refuses them, so that none is lost. The callbacks must not block.
+    An incarnation is over when its process exits, its link closes, it reports Failed, or it has work and for
+    silence_limit seconds makes no step or says nothing (it sends EngineLoad every second, however long a step takes).
+    Messages wait in an outbox while the link refuses them. What a link loses all the same is noticed in the
+    reports: on_astray is called for a request whose messages were lost. The callbacks must not block.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class InstanceHandle:
         *,
         on_starting: Callable[[Starting], None],
         on_delta: Callable[[Delta], None],
+        on_astray: Callable[[RequestStream, str], None],
         silence_limit: float,
     ) -> None:
         self.hello: Hello | None = None
@@ -58,13 +64,18 @@ class InstanceHandle:
         self._instance = instance
         self._on_starting = on_starting
         self._on_delta = on_delta
+        self._on_astray = on_astray
         self._silence_limit = silence_limit
         self._phase = "process start"
         self._outbox: deque[Down] = deque()
+        self._watch = ProgressWatch()
         loop = asyncio.get_running_loop()
         self._loop = loop
-        self._heard = loop.time()
+        self._last_message = loop.time()
+        self._heard = loop.time()  # or when it had no work last
+        self._stepped = loop.time()  # when a report last showed a step, or nothing to step for
         self._retry: asyncio.TimerHandle | None = None
+        self._next_ping: asyncio.TimerHandle | None = None
         self._hello_or_over: asyncio.Future[None] = loop.create_future()
         self._link_closed: asyncio.Future[None] = loop.create_future()
         self._over: asyncio.Future[str] = loop.create_future()
@@ -76,6 +87,11 @@ class InstanceHandle:
     @property
     def ready(self) -> bool:
         return self.hello is not None and not self._over.done()
+
+    @property
+    def quiet(self) -> bool:
+        """Its reports fail to come: it hangs, or cannot be reached. Until that is certain others are better."""
+        return self._loop.time() - self._last_message > QUIET_S
 
     async def started(self, timeout: float) -> Hello:
         """Waits for Hello. Raises InstanceFailed."""
@@ -90,6 +106,10 @@ class InstanceHandle:
     async def over(self) -> str:
         """Waits for the end of this incarnation; returns the reason."""
         return await asyncio.shield(self._over)
+
+    async def ended(self, timeout: float) -> None:
+        """Waits for the end of this incarnation, at most `timeout` seconds."""
+        await asyncio.wait((self._over,), timeout=timeout)
 
     async def stop(self, grace_s: float) -> None:
         """End it, if it is not over, and free what it holds."""
@@ -107,8 +127,9 @@ class InstanceHandle:
             self._hello_or_over.set_result(None)
         self._outbox.clear()
         self._silence.cancel()
-        if self._retry is not None:
-            self._retry.cancel()
+        for timer in (self._retry, self._next_ping):
+            if timer is not None:
+                timer.cancel()
 
     async def _watch_exit(self) -> None:
         reason = await self._instance.wait()
@@ -140,13 +161,14 @@ class InstanceHandle:
             self._end(f"a message from the instance could not be handled: {error!r}")
 
     def _handle(self, message: Up) -> None:
-        self._heard = self._loop.time()
+        self._heard = self._last_message = self._loop.time()
         match message:
             case Deltas():
+                on_delta = self._on_delta
                 for delta in message.items:
-                    self._on_delta(delta)
+                    on_delta(delta)
             case EngineLoad():
-                self.load = message
+                self._on_load(message)
             case Starting():
                 self._phase = f"{message.phase} ({message.fraction:.0%})"
                 self._on_starting(message)
@@ -160,26 +182,53 @@ class InstanceHandle:
     def _on_hello(self, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             self._end(f"the instance speaks version {hello.version} of the protocol, this gateway {PROTOCOL_VERSION}")
-        elif self.hello is None:
+        elif self.hello is None and not self._over.done():
             self.hello = hello
             self._hello_or_over.set_result(None)
+            self._ping()
+
+    def _on_load(self, load: EngineLoad) -> None:
+        if 0 < load.sequence <= self.load.sequence:
+            return  # overtaken by a later one, or repeated
+        now = self._loop.time()
+        if load.running + load.waiting == 0 or load.steps != self.load.steps or not self.assigned:
+            self._stepped = now
+        self.load = load
+        if now - self._stepped >= self._silence_limit:
+            self._end(f"the instance made no step for {self._silence_limit:g} s while it had work")
+        elif load.progress is not None and not self._outbox:  # what waits in the outbox cannot be there yet
+            self._compare(load.progress)
+
+    def _compare(self, progress: Progress) -> None:
+        """Repair what lost messages have left: work in vain, and requests that wait in vain."""
+        for request_id, attempt in self._watch.strays(progress, self.assigned):
+            self._send(Abort(request_ids=[request_id], attempt=attempt))
+        for stream, why in self._watch.astray(progress, self.assigned):
+            self._on_astray(stream, why)
 
     # --- down ---
 
     def submit(self, stream: RequestStream) -> None:
         if not self.assigned:
-            self._heard = self._loop.time()  # an idle instance owes no sign of life
+            self._heard = self._stepped = self._loop.time()  # an idle instance owes no sign of life
         request = stream.request_to_submit
         self.assigned[request.request_id] = stream
         self._send(Submit(request=request, outputs=list(stream.outputs), attempt=stream.attempt))
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request, if it is here."""
-        if self.assigned.pop(request_id, None) is not None:
-            self._send(Abort(request_ids=[request_id]))
+    def abort(self, stream: RequestStream) -> None:
+        """Stop the current attempt of a request that is here."""
+        request_id = stream.request.request_id
+        del self.assigned[request_id]
+        self._send(Abort(request_ids=[request_id], attempt=stream.attempt))
 
     def drain(self) -> None:
         self._send(Drain())
+
+    def _ping(self) -> None:
+        if not self._outbox:
+            self._send(Ping())
+        if not self._over.done():
+            self._next_ping = self._loop.call_later(PING_INTERVAL_S, self._ping)
 
     def _send(self, message: Down) -> None:
         if not self._over.done():
@@ -205,12 +254,13 @@ class InstanceHandle:
         """A message that no link can carry."""
         logger.error("cannot send %s to the instance: %s", type(message).__name__, error)
         if isinstance(message, Submit):
-            self._on_delta(
+            self._loop.call_soon(  # not at once: whoever submits is in the middle of it
+                self._on_delta,
                 Delta(
                     request_id=message.request.request_id,
                     attempt=message.attempt,
                     index=len(message.outputs),
                     finish_reason="error",
                     error=error,
-                )
+                ),
             )

@@ -32,24 +32,36 @@ class RequestStream:
     Deltas that wait for a slow reader are merged into one. The client's view hides restarts: num_cached_tokens,
     timings and prompt_logprobs are those of the attempt that yielded the first token.
 
-    attempt: the current one. strikes: attempts in a row that died with their instance before proving themselves.
-    outputs: tokens accepted so far, read by the client or not.
+    attempt: the current one; the first is `first_attempt`. outputs: tokens accepted so far, read by the client or not.
+    strikes: attempts in a row that died with their instance before proving themselves.
+    losses: attempts in a row whose messages were lost before any token came.
+    trusted: it has proven itself since the last death that it saw.
     """
 
-    def __init__(self, request: Request, on_close: Callable[[RequestStream], None]) -> None:
+    def __init__(self, request: Request, on_close: Callable[[RequestStream], None], *, first_attempt: int = 0) -> None:
         self.request = request
-        self.attempt = 0
+        self.attempt = first_attempt
         self.strikes = 0
+        self.losses = 0
         self.outputs: list[int] = []
         self.end: End | None = None
+        self._first_attempt = first_attempt
         self._on_close = on_close
         self._attempt_start = 0  # len(outputs) when the current attempt began
+        self._proof_taken = False
+        self._trusted = False
         self._num_cached_tokens = 0
         self._has_prompt_logprobs = False
-        self._unread: list[Delta] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._unread: list[Delta] = []  # the first one, and those after it that are more than tokens
+        self._waiter: asyncio.Future[None] | None = None  # of a read
+        self._end_waiter: asyncio.Future[None] | None = None
 
     # --- the gateway's side ---
+
+    @property
+    def attempts(self) -> int:
+        """How many there have been, the current one included."""
+        return self.attempt - self._first_attempt + 1
 
     @property
     def request_to_submit(self) -> Request:
@@ -61,18 +73,53 @@ class RequestStream:
 
     @property
     def proven(self) -> bool:
+        """The current attempt has yielded enough tokens."""
         return len(self.outputs) - self._attempt_start >= PROOF_TOKENS
 
-    def next_attempt(self) -> None:
-        """The current attempt is lost. Whatever it still sends will be dropped."""
-        self.strikes = 0 if self.proven else self.strikes + 1
+    @property
+    def trusted(self) -> bool:
+        return self._trusted or self.proven
+
+    def takes_proof(self) -> bool:
+        """True once in an attempt: when it is found proven."""
+        if self._proof_taken or not self.proven:
+            return False
+        self._proof_taken = True
+        return True
+
+    def next_attempt(self, *, died: bool = True) -> None:
+        """The current attempt is lost, with its instance or (died=False) on the way. What it still sends is dropped."""
+        if self.proven:
+            self.strikes, self._trusted = 0, True
+        elif died:
+            self.strikes, self._trusted = self.strikes + 1, False
+        self.losses = 0 if died or len(self.outputs) > self._attempt_start else self.losses + 1
         self.attempt += 1
+        self._proof_taken = False
         self._attempt_start = len(self.outputs)
 
     def accept(self, delta: Delta) -> bool:
         """Take what is new in a delta of the current attempt; False if nothing is. Raises Gap."""
         if self.end is not None or delta.attempt != self.attempt:
             return False
+        outputs = self.outputs
+        if (
+            delta.index == len(outputs)
+            and outputs
+            and delta.token_ids
+            and delta.finish_reason is None
+            and delta.num_cached_tokens == self._num_cached_tokens
+            and delta.timings is None
+            and delta.prompt_logprobs is None
+        ):  # nearly every token: nothing to change
+            outputs += delta.token_ids
+            if not self._unread or delta.logprobs is not None:
+                self._unread.append(delta)
+                self._wake()
+            return True
+        return self._accept_part(delta)
+
+    def _accept_part(self, delta: Delta) -> bool:
         known = len(self.outputs)
         if delta.index > known:
             raise Gap(f"request {self.request.request_id}: a delta at token {delta.index} follows token {known}")
@@ -137,7 +184,37 @@ class RequestStream:
             finally:
                 self._waiter = None
         unread, self._unread = self._unread, []
-        return unread[0] if len(unread) == 1 else _merge(unread)
+        return self._merge(unread)
+
+    def _merge(self, unread: list[Delta]) -> Delta:
+        """What waits, as one delta: `unread` lacks those between that are tokens and nothing else."""
+        first, last = unread[0], unread[-1]
+        if last is first and first.index + len(first.token_ids) == len(self.outputs):
+            return first
+        with_logprobs = any(delta.logprobs is not None for delta in unread)
+        return msgspec.structs.replace(
+            last,
+            index=first.index,
+            token_ids=self.outputs[first.index :],
+            logprobs=[entry for delta in unread for entry in delta.logprobs or ()] if with_logprobs else None,
+            prompt_logprobs=next((d.prompt_logprobs for d in unread if d.prompt_logprobs is not None), None),
+            timings=next((delta.timings for delta in unread if delta.timings is not None), None),
+        )
+
+    async def wait_ended(self) -> None:
+        """Waits for the end without reading; what came until then is read afterwards, as one delta.
+
+        Not woken by tokens. Only one task may wait. Cancelling it closes the stream, as with a read."""
+        if self.end is not None:
+            return
+        self._end_waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._end_waiter
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        finally:
+            self._end_waiter = None
 
     async def aclose(self) -> None:
         """The client goes away: if the request still runs it is aborted, before this returns. Idempotent."""
@@ -150,17 +227,5 @@ class RequestStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _merge(deltas: list[Delta]) -> Delta:
-    """Consecutive deltas of one request as one."""
-    first, last = deltas[0], deltas[-1]
-    with_logprobs = any(delta.logprobs is not None for delta in deltas)
-    return msgspec.structs.replace(
-        last,
-        index=first.index,
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=[entry for delta in deltas for entry in delta.logprobs or ()] if with_logprobs else None,
-        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
-        timings=next((delta.timings for delta in deltas if delta.timings is not None), None),
-    )
+        if self._end_waiter is not None and self.end is not None and not self._end_waiter.done():
+            self._end_waiter.set_result(None)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import msgspec
 
-from kllm.engine.executor import Executor
+from kllm.engine.executor import Executor, StepFuture
 from kllm.engine.grammar import Grammar, GrammarMatcher
 from kllm.messages import EngineLoad, Submit
 from kllm.request import Delta
@@ -30,7 +29,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self._clock = clock
-        self._in_flight: deque[tuple[Plan, Future[StepResult]]] = deque()
+        self._in_flight: deque[tuple[Plan, StepFuture]] = deque()
         self._bound = -1  # last plan that was bound or needed no binding
         self._matchers: dict[str, GrammarMatcher] = {}
         self._outputs: dict[str, list[int]] = {}  # given with a submission whose grammar is not there yet
@@ -86,7 +85,7 @@ class EngineCore:
             self._in_flight.append((plan, self.executor.submit(plan)))
 
     @property
-    def oldest(self) -> Future[StepResult] | None:
+    def oldest(self) -> StepFuture | None:
         """Result of the plan that commits next; None if nothing is in flight."""
         return self._in_flight[0][1] if self._in_flight else None
 

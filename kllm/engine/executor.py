@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from kllm.scheduling.plan import Late, Plan, StepResult
+
+# A future of the loop where the executor shares the loop's thread (simulation), else one that any thread can wait for.
+StepFuture: TypeAlias = Future[StepResult] | asyncio.Future[StepResult]
 
 
 class Executor(Protocol):
@@ -18,7 +22,7 @@ class Executor(Protocol):
 
     depth: int
 
-    def submit(self, plan: Plan) -> Future[StepResult]: ...
+    def submit(self, plan: Plan) -> StepFuture: ...
 
     def bind(self, plan_id: int, late: Late) -> None: ...
 

@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from kllm.engine.core import EngineCore, compute_masks
 from kllm.engine.grammar import GrammarCompiler
-from kllm.messages import Abort, Deltas, Down, Drain, Drained, Failed, Hello, Submit, Up
+from kllm.messages import Abort, Deltas, Down, Drain, Drained, Failed, Hello, Ping, Submit, Up
 from kllm.request import Delta, InvalidRequest
 from kllm.transport.link import Backpressure, Link, LinkClosed
 
 LOAD_INTERVAL_S = 1.0  # also the sign of life while a long step runs
 BACKPRESSURE_PAUSE_S = 0.01
+LEASE_S = 60.0
+IDS_REMEMBERED = 4096  # submitted last: a repeated or late Submit of one that has ended is recognised
 
 T = TypeVar("T")
 
@@ -32,28 +36,49 @@ class ThreadWorkers:
 
 
 async def instance_main(
-    link: Link[Down, Up], core: EngineCore, compiler: GrammarCompiler | None, workers: Workers, hello: Hello
+    link: Link[Down, Up],
+    core: EngineCore,
+    compiler: GrammarCompiler | None,
+    workers: Workers,
+    hello: Hello,
+    *,
+    lease_s: float = LEASE_S,
 ) -> None:
-    """Serve one gateway until it drains us (returns), its link closes (returns) or the executor fails (raises)."""
-    await Instance(link, core, compiler, workers).run(hello)
+    """Serve one gateway until it drains us (returns), is gone (returns) or the executor fails (raises).
+
+    It is gone when the link closes, or when after its first Ping it has said nothing for lease_s seconds."""
+    await Instance(link, core, compiler, workers, lease_s).run(hello)
 
 
 class Instance:
-    """Three tasks: messages in, steps, load reports out. They share the core on one event loop."""
+    """Three tasks: messages in, steps, load reports out. They share the core on one event loop.
+
+    The link may lose, repeat and reorder messages (see kllm.messages)."""
 
     def __init__(
-        self, link: Link[Down, Up], core: EngineCore, compiler: GrammarCompiler | None, workers: Workers
+        self,
+        link: Link[Down, Up],
+        core: EngineCore,
+        compiler: GrammarCompiler | None,
+        workers: Workers,
+        lease_s: float = LEASE_S,
     ) -> None:
         self._link = link
         self._core = core
         self._compiler = compiler
         self._workers = workers
+        self._lease_s = lease_s
+        self._heard = False  # the gateway has said something
+        self._leased = False  # it pings
+        self._quiet_s = 0.0  # since it said something, in report intervals: a process that stood still heard nothing
+        self._reports = 0
+        self._attempts: dict[str, int] = {}  # the highest seen of each id, oldest first
         self._work = asyncio.Event()
         self._draining = False
         self._compiling: set[asyncio.Task[None]] = set()
 
     async def run(self, hello: Hello) -> None:
-        tasks = [asyncio.ensure_future(work) for work in (self._receive(), self._step_loop(), self._report())]
+        tasks = [asyncio.ensure_future(work) for work in (self._receive(), self._step_loop(), self._report(hello))]
         try:
             await self._send(hello)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -75,16 +100,44 @@ class Instance:
     async def _receive(self) -> None:
         while True:
             message = await self._link.recv()
+            self._heard, self._quiet_s = True, 0.0
             match message:
                 case Submit():
                     await self._submit(message)
                 case Abort():
-                    self._core.abort(message.request_ids)
+                    self._abort(message)
                 case Drain():
                     self._draining = True
+                case Ping():
+                    self._leased = True
+                    continue
             self._work.set()
 
+    def _abort(self, abort: Abort) -> None:
+        if abort.attempt is None:
+            self._core.abort(abort.request_ids)
+            return
+        for request_id in abort.request_ids:
+            if self._attempt(request_id) <= abort.attempt:
+                self._core.abort([request_id])
+                self._remember(request_id, abort.attempt)  # its Submit may come later
+
+    def _attempt(self, request_id: str) -> int:
+        """The highest attempt of this id seen so far; -1 if it is new."""
+        held = self._core.scheduler.attempt(request_id)
+        return self._attempts.get(request_id, -1) if held is None else held
+
+    def _remember(self, request_id: str, attempt: int) -> None:
+        self._attempts.pop(request_id, None)
+        self._attempts[request_id] = attempt
+        if len(self._attempts) > IDS_REMEMBERED:
+            del self._attempts[next(iter(self._attempts))]
+
     async def _submit(self, submit: Submit) -> None:
+        request_id = submit.request.request_id
+        if submit.attempt <= self._attempt(request_id):
+            return  # repeated, or overtaken by a later attempt
+        self._remember(request_id, submit.attempt)
         delta = self._core.add(submit)
         if delta is not None:
             await self._send(Deltas(items=[delta]))
@@ -125,10 +178,21 @@ class Instance:
         except LinkClosed:
             pass
 
-    async def _report(self) -> None:
+    async def _report(self, hello: Hello) -> None:
+        """Every second: what this instance does and holds. Raises LinkClosed when the gateway's lease is over."""
         while True:
-            await self._send(self._core.load())
+            await self._send_load(progress=True)
             await asyncio.sleep(LOAD_INTERVAL_S)
+            self._quiet_s += LOAD_INTERVAL_S
+            if not self._heard:
+                await self._send(hello)
+            elif self._leased and self._quiet_s > self._lease_s:
+                raise LinkClosed(f"the gateway has said nothing for {self._lease_s:g} s")
+
+    async def _send_load(self, *, progress: bool) -> None:
+        self._reports += 1
+        held = self._core.scheduler.progress() if progress else None
+        await self._send(msgspec.structs.replace(self._core.load(), sequence=self._reports, progress=held))
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -141,7 +205,7 @@ class Instance:
                 if self._draining and core.num_unfinished == 0:
                     await self._send(Drained())
                     return
-                await self._send(core.load())
+                await self._send_load(progress=False)
                 self._work.clear()
                 await self._work.wait()
                 continue

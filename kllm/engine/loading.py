@@ -6,16 +6,16 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from kllm.cache.manager import KVManager
 from kllm.config import EngineConfig
+from kllm.engine.assembly import make_scheduler
 from kllm.engine.core import EngineCore
+from kllm.engine.executor import Executor
 from kllm.engine.grammar import GrammarCompiler
+from kllm.engine.recording import RecordingExecutor
 from kllm.hub.cache import quantized_folder
 from kllm.hub.source import ModelSource
-from kllm.scheduling.queue_policy import POLICIES
-from kllm.scheduling.scheduler import Scheduler
+from kllm.resources import available_cores
 from kllm.tokenization.tokenizer import Tokenizer
 
 # On CPUs planning and computing share the cores. `kllm bench throughput --pipeline-depth 2` shows what 2 would do.
@@ -62,18 +62,6 @@ class Phases:
     def report(self, name: str, fraction: float) -> None:
         if self._progress is not None:
             self._progress(name, fraction)
-
-
-def available_cores() -> int:
-    """Cores this process may use: its affinity, and the control group's quota if that is lower."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass  # no control group: the affinity counts
-    return cores
 
 
 def load_engine(
@@ -131,15 +119,11 @@ def load_engine(
         max_rows=config.max_num_seqs,
         max_model_len=max_model_len,
     )
-    executor = ModelExecutor(runner, config.pipeline_depth or DEFAULT_DEPTH, cpus[0] if cpus else None)
-    scheduler = Scheduler(
-        KVManager(num_blocks, config.block_size, config.enable_prefix_caching),
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_tokens_per_step=config.max_num_batched_tokens,
-        prefill_chunk=config.prefill_chunk,
-        eos_token_ids=tokenizer.eos_token_ids,
-        key=POLICIES[config.scheduling_policy],
+    executor: Executor = ModelExecutor(runner, config.pipeline_depth or DEFAULT_DEPTH, cpus[0] if cpus else None)
+    if config.record_steps is not None:
+        executor = RecordingExecutor(executor, config.record_steps)
+    scheduler = make_scheduler(
+        config, num_blocks=num_blocks, max_model_len=max_model_len, eos_token_ids=tokenizer.eos_token_ids
     )
     phases.end()
     return Engine(

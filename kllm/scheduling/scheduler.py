@@ -434,6 +434,15 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._sequences)
 
+    def attempt(self, request_id: str) -> int | None:
+        """The attempt in which a request is here; None if it is not."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else sequence.attempt
+
+    def progress(self) -> dict[str, tuple[int, int]]:
+        """(attempt, output tokens committed so far) of every request that is here."""
+        return {request_id: (s.attempt, s.num_outputs) for request_id, s in self._sequences.items()}
+
     def load(self) -> EngineLoad:
         return EngineLoad(
             running=len(self._running),

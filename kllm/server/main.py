@@ -1,14 +1,15 @@
-"""`kllm serve`: an instance process, the gateway and the HTTP server, from start to drained end.
+"""`kllm serve`: instance processes, the gateway and the HTTP server, from start to drained end.
 
-    bind port ─► find model ─► start instance process ──────────────────────────► Hello ─► "ready"
+    bind port ─► find model ─► start instance processes ──────────────────────────► Hello ─► "ready"
                                └► meanwhile: import the web stack, load the tokenizer, answer /health, /ready (503)
 
-The instance takes longest, so nothing is imported or loaded here before it runs.
+The instances take longest, so nothing is imported or loaded here before it runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import random
@@ -21,9 +22,11 @@ from typing import TYPE_CHECKING
 
 from kllm.cluster.gateway import Gateway, InstanceFailed
 from kllm.cluster.launchers.local import LocalLauncher
-from kllm.config import EngineConfig, ServerConfig
+from kllm.cluster.routing import ROUTERS
+from kllm.config import KV_CACHE_SHARE, EngineConfig, ServerConfig
 from kllm.hub import ModelSource, resolve
 from kllm.messages import Hello
+from kllm.resources import available_cores, available_memory
 from kllm.server.start_display import StartDisplay
 from kllm.telemetry.logs import configure_logs, fields
 
@@ -42,9 +45,9 @@ class ServeError(RuntimeError):
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT; returns when everything accepted has ended and the instance is gone.
+    """Serve until SIGTERM or SIGINT; returns when everything accepted has ended and the instances are gone.
 
-    A second signal ends without waiting. Raises ServeError (port in use, instance cannot start) or ModelSourceError.
+    A second signal ends without waiting. Raises ServeError (port in use, no instance can start) or ModelSourceError.
     """
     import uvloop
 
@@ -76,10 +79,14 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         listener.listen(BACKLOG)
     except OSError as error:
         raise ServeError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
-    display = StartDisplay()
+    display = StartDisplay(config.instances)
+    rng = random.Random()
+    cores, memory = available_cores(), available_memory()
+    configs = [instance_config(engine_config, i, config.instances, cores, memory) for i in range(config.instances)]
     gateway = Gateway(
-        LocalLauncher(lambda address: instance_command(address, engine_config)),
-        rng=random.Random(),
+        [LocalLauncher(functools.partial(instance_command, config=each)) for each in configs],
+        rng=rng,
+        router=ROUTERS[config.routing](rng),
         max_queue=config.max_queue,
         start_timeout=config.start_timeout,
         max_restarts=config.max_restarts,
@@ -107,6 +114,23 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await gateway.close()
+
+
+def instance_config(config: EngineConfig, index: int, instances: int, cores: int, memory: int) -> EngineConfig:
+    """The configuration of one of several instances: by default it gets its share of the cores and bytes of memory that
+    this machine has to give. Raises ServeError."""
+    if instances == 1:
+        return config
+    if config.bind_threads:
+        raise ServeError("bind_threads would bind the threads of every instance to the same cores: use one instance")
+    own: dict[str, object] = {}
+    if config.threads is None:
+        own["threads"] = max(1, cores // instances)
+    if config.kv_cache_memory is None and config.num_kv_blocks is None:
+        own["kv_cache_memory"] = max(1, int(memory * KV_CACHE_SHARE) // instances)
+    if config.record_steps is not None:
+        own["record_steps"] = config.record_steps.with_stem(f"{config.record_steps.stem}-{index}")
+    return config.model_copy(update=own)
 
 
 def instance_command(address: str, config: EngineConfig) -> Sequence[str]:
@@ -182,7 +206,8 @@ def _announce(hello: Hello, service: Service, config: ServerConfig, listener: so
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in hello.start_seconds.items())
     spent = f" in {process_age():.2f} s ({phases})" if phases else f" in {process_age():.2f} s"
     operators = f", {hello.operators} operators" if hello.operators else ""
-    print(f"kLLM is ready: {url} serves {service.model_names[0]},{spent}{operators}", flush=True)
+    instances = f" {config.instances} instances," if config.instances > 1 else ""
+    print(f"kLLM is ready: {url} serves {service.model_names[0]},{instances}{spent}{operators}", flush=True)
 
 
 def process_age() -> float:

@@ -1,4 +1,4 @@
-"""What the operator sees while an instance starts: a bar on a terminal, log lines elsewhere. Standard error only."""
+"""What the operator sees while instances start: a bar each on a terminal, log lines elsewhere. Standard error only."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ logger = logging.getLogger("kllm.server")
 class StartDisplay:
     """`update` is the gateway's on_starting; after `close`, and where there is no terminal, it only logs."""
 
-    def __init__(self) -> None:
+    def __init__(self, instances: int) -> None:
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        self._phase = ""
+        self._tasks: list[TaskID] = []
+        self._phases = [""] * instances
         self._drawing = sys.stderr.isatty()
 
-    def update(self, message: Starting) -> None:
-        if message.phase != self._phase:
-            self._phase = message.phase
+    def update(self, index: int, message: Starting) -> None:
+        if message.phase != self._phases[index]:
+            self._phases[index] = message.phase
+            which = {"instance": index} if len(self._phases) > 1 else {}
             log = logger.debug if self._drawing else logger.info
-            log("instance is starting", extra=fields(phase=message.phase))
+            log("instance is starting", extra=fields(**which, phase=message.phase))
         if self._drawing:
-            self._draw(message)
+            self._draw(index, message)
 
-    def _draw(self, message: Starting) -> None:
-        if self._progress is None or self._task is None:
+    def _draw(self, index: int, message: Starting) -> None:
+        if self._progress is None:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
             self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task("", total=1.0)
+            self._tasks = [self._progress.add_task("", total=1.0) for _ in self._phases]
             self._progress.start()
-        self._progress.update(self._task, description=message.phase, completed=message.fraction)
+        self._progress.update(self._tasks[index], description=message.phase, completed=message.fraction)
 
     def close(self) -> None:
         self._drawing = False

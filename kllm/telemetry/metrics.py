@@ -1,12 +1,12 @@
 """Prometheus metrics of one server: the names that operators know from vLLM's dashboards, under `kllm:`.
 
-Histograms and token counters are observed per request; what gateway and instance count themselves is read when
+Histograms and token counters are observed per request; what gateway and instances count themselves is read when
 Prometheus asks. Durations are seconds of the caller's clock; this module reads no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -64,10 +64,11 @@ class Load(Protocol):
 
 
 class Source(Protocol):
-    """Where current figures come from: the gateway. totals: counters summed over incarnations."""
+    """Where current figures come from: the gateway. loads: of each instance. totals: counters summed over instances and
+    their incarnations."""
 
     @property
-    def load(self) -> Load: ...
+    def loads(self) -> Sequence[Load]: ...
 
     @property
     def totals(self) -> Load: ...
@@ -130,7 +131,8 @@ class RequestMetrics:
 class Metrics:
     """Every metric of one server, in a registry of its own.
 
-    source: read at scrape time. cache_config: called at scrape time for the labels of cache_config_info.
+    Gauges have a sample for each instance, whose index is the label `engine`; everything else is of the whole server,
+    with the label 0. source: read at scrape time. cache_config: called then too, for the labels of cache_config_info.
     vllm_names: export everything under the prefix vllm: as well.
     """
 
@@ -140,10 +142,9 @@ class Metrics:
         source: Source,
         cache_config: Callable[[], Mapping[str, str]],
         vllm_names: bool = False,
-        engine: str = "0",
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self._labels = (model_name, engine)
+        self._labels = (model_name, "0")
         self._vllm_names = vllm_names
         self._histograms = {
             name: Histogram(PREFIX + name, text, LABELS, buckets=buckets, registry=self.registry).labels(*self._labels)
@@ -185,7 +186,7 @@ class Metrics:
 
 
 class _SourceCollector(Collector):
-    """What the gateway and the instance count themselves, read at scrape time."""
+    """What the gateway and the instances count themselves, read at scrape time."""
 
     def __init__(self, source: Source, cache_config: Callable[[], Mapping[str, str]], labels: tuple[str, str]) -> None:
         self._source = source
@@ -193,10 +194,10 @@ class _SourceCollector(Collector):
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        load, totals = self._source.load, self._source.totals
-        yield self._gauge("num_requests_running", "Requests in the running batch.", load.running)
-        yield self._gauge("num_requests_waiting", "Requests waiting for a place.", load.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", load.kv_usage)
+        loads, totals = self._source.loads, self._source.totals
+        yield self._gauge("num_requests_running", "Requests in the running batch.", [x.running for x in loads])
+        yield self._gauge("num_requests_waiting", "Requests waiting for a place.", [x.waiting for x in loads])
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", [x.kv_usage for x in loads])
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", totals.prefix_queries)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", totals.prefix_hits)
         yield self._counter("num_preemptions", "Preemptions.", totals.preemptions)
@@ -205,9 +206,10 @@ class _SourceCollector(Collector):
         info.add_metric((), dict(self._cache_config()) | dict(zip(LABELS, self._labels, strict=True)))
         yield info
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
+    def _gauge(self, name: str, text: str, values: Sequence[float]) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
+        for index, value in enumerate(values):
+            family.add_metric((self._labels[0], str(index)), value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:

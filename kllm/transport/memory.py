@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from typing import Generic
 
-from kllm.messages import Down, Message, Up
+from kllm.messages import Down, Up
+from kllm.transport.inbox import Inbox
 from kllm.transport.link import Backpressure, In, LinkClosed, Out
 
 
@@ -15,53 +14,30 @@ class MemoryLink(Generic[In, Out]):
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._inbox: deque[Message] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
-        self._peer: MemoryLink[Message, Message] | None = None
+        self._inbox = Inbox()
+        self._peer: Inbox | None = None
 
     def send(self, message: Out) -> None:
         peer = self._peer
-        if self._closed or peer is None or peer._closed:
+        if self._inbox.closed or peer is None or peer.closed:
             raise LinkClosed("the link is closed")
-        if len(peer._inbox) >= peer._capacity:
-            raise Backpressure(f"{len(peer._inbox)} messages wait to be received")
-        peer._inbox.append(message)
-        peer._wake()
+        if len(peer) >= self._capacity:
+            raise Backpressure(f"{len(peer)} messages wait to be received")
+        peer.put(message)
 
     async def recv(self) -> In:
-        if self._waiter is not None:
-            raise RuntimeError("recv is already waiting on this link")
-        while not self._closed and not self._inbox:
-            if self._peer is None or self._peer._closed:
-                raise LinkClosed("the peer closed the link")
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._closed:
-            raise LinkClosed("the link is closed")
-        return self._inbox.popleft()  # type: ignore[return-value]  # the peer's Out is our In
+        return await self._inbox.get()  # type: ignore[return-value]  # the peer's Out is our In
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._inbox.clear()
-        self._wake()
-        if self._peer is not None:
-            self._peer._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if not self._inbox.closed:
+            self._inbox.close()
+            if self._peer is not None:
+                self._peer.end()
 
 
 def memory_pair(capacity: int = 1024) -> tuple[MemoryLink[Up, Down], MemoryLink[Down, Up]]:
     """(the gateway's end, the instance's end). capacity: messages that may wait in each direction."""
     gateway: MemoryLink[Up, Down] = MemoryLink(capacity)
     instance: MemoryLink[Down, Up] = MemoryLink(capacity)
-    gateway._peer = instance  # type: ignore[assignment]
-    instance._peer = gateway  # type: ignore[assignment]
+    gateway._peer, instance._peer = instance._inbox, gateway._inbox
     return gateway, instance

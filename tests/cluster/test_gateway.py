@@ -1,14 +1,11 @@
-"""The gateway over scripted instances in virtual time."""
+"""The gateway over one scripted instance in virtual time. What several bring is in test_gateway_instances.py."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
+from support.gateways import assert_complete, make_gateway, read, started
 from support.scripted_instance import (
     HELLO,
     LATE_POISON,
@@ -20,58 +17,24 @@ from support.scripted_instance import (
 )
 from support.virtual_time import run
 
-from kllm.cluster.gateway import Gateway, InstanceFailed, QueueFull, RequestStream, Unavailable
+from kllm.cluster.gateway import InstanceFailed, QueueFull, Unavailable
 from kllm.cluster.request_stream import End
 from kllm.messages import PROTOCOL_VERSION, Starting
-from kllm.request import Delta
-
-
-def make_gateway(launcher: TaskLauncher, **options: Any) -> Gateway:
-    return Gateway(launcher, rng=random.Random(1), **options)
-
-
-@contextlib.asynccontextmanager
-async def started(launcher: TaskLauncher, **options: Any) -> AsyncIterator[Gateway]:
-    gateway = make_gateway(launcher, **options)
-    await gateway.start()
-    try:
-        yield gateway
-    finally:
-        gateway.check()
-        await gateway.close()
-        gateway.check()
-        assert gateway.in_flight == 0
-        assert not launcher.running
-
-
-async def read(stream: RequestStream) -> list[Delta]:
-    return [delta async for delta in stream]
-
-
-def assert_complete(stream: RequestStream, deltas: list[Delta]) -> None:
-    tokens, reason = reference(stream.request)
-    assert [token for delta in deltas for token in delta.token_ids] == tokens
-    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [reason]
-    index = 0
-    for delta in deltas:
-        assert delta.index == index
-        index += len(delta.token_ids)
-
 
 # --- start ---
 
 
 def test_start_reports_progress_and_readiness() -> None:
     async def main() -> None:
-        phases: list[Starting] = []
-        gateway = make_gateway(TaskLauncher(), on_starting=phases.append)
+        phases: list[tuple[int, Starting]] = []
+        gateway = make_gateway(TaskLauncher(), on_starting=lambda *progress: phases.append(progress))
         assert not gateway.ready
         with pytest.raises(Unavailable, match="loading"):
             gateway.generate(make_request())
         assert await gateway.start() == gateway.info == HELLO
         assert gateway.ready
         assert gateway.healthy
-        assert phases == [Starting(phase="loading weights", fraction=0.5)]
+        assert phases == [(0, Starting(phase="loading weights", fraction=0.5))]
         await gateway.close()
         await gateway.close()
         assert not gateway.ready

@@ -1,4 +1,5 @@
-"""Random histories: requests, slow and leaving clients, crashes, hangs, repeated and lost deltas, failing starts."""
+"""Random histories over 1 to 4 instances: requests, slow and leaving clients, crashes, hangs, failing starts, and links
+that lose, repeat and reorder messages."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.lossy_link import Weather
 from support.scripted_instance import LATE_POISON, POISON, Faults, TaskLauncher, make_request, reference
 from support.virtual_time import VirtualTimeLoop
 
@@ -61,16 +63,24 @@ class GatewayHistory(RuleBasedStateMachine):
         self.problems: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: self.problems.append(context))
         self.faults = Faults()
-        self.launcher = TaskLauncher(self.faults)
+        self.weather = Weather(delay_s=1.5)
+        self.launchers: list[TaskLauncher] = []
         self.clients: list[Client] = []
-        self.run(self.start())
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(main)
 
-    async def start(self) -> None:
-        self.gateway = Gateway(self.launcher, rng=random.Random(1), max_queue=8, max_restarts=3, silence_limit=5.0)
-        await self.gateway.start()
+    @initialize(count=st.integers(1, 4), start_s=st.lists(st.sampled_from([0.1, 0.5, 3.0]), min_size=4, max_size=4))
+    def start(self, count: int, start_s: list[float]) -> None:
+        async def main() -> None:
+            self.launchers = [TaskLauncher(self.faults, weather=self.weather) for _ in range(count)]
+            for launcher, seconds in zip(self.launchers, start_s, strict=False):
+                launcher.start_s = seconds
+            rng = random.Random(1)
+            self.gateway = Gateway(self.launchers, rng=rng, max_queue=8, max_restarts=3, silence_limit=5.0)
+            await self.gateway.start()
+
+        self.run(main())
 
     @rule(
         first=st.sampled_from([1, 2, 3, 4, 5, 6, POISON, LATE_POISON]),
@@ -101,10 +111,11 @@ class GatewayHistory(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.run(asyncio.sleep(seconds))
 
-    @rule(then=st.lists(st.sampled_from(["launch", "failed", "exit"]), max_size=2))
-    def kill(self, then: list[str]) -> None:
-        self.launcher.failures = then
-        self.launcher.instances[-1].kill()
+    @rule(which=st.integers(0, 3), then=st.lists(st.sampled_from(["launch", "failed", "exit"]), max_size=2))
+    def kill(self, which: int, then: list[str]) -> None:
+        launcher = self.launchers[which % len(self.launchers)]
+        launcher.failures = then
+        launcher.instances[-1].kill()
 
     @rule(hung=st.booleans(), seed=st.integers(0, 99))
     def disturb(self, hung: bool, seed: int) -> None:
@@ -112,6 +123,16 @@ class GatewayHistory(RuleBasedStateMachine):
         self.faults.hung = hung
         self.faults.repeat, self.faults.stale, self.faults.late_finish = (rng.choice((0.0, 0.4)) for _ in range(3))
         self.faults.skip = rng.choice((0.0, 0.02))
+
+    @rule(
+        lose=st.sampled_from([0.0, 0.02, 0.2]),
+        repeat=st.sampled_from([0.0, 0.3]),
+        late=st.sampled_from([0.0, 0.1]),
+        seed=st.integers(0, 99),
+    )
+    def change_weather(self, lose: float, repeat: float, late: float, seed: int) -> None:
+        self.weather.lose, self.weather.repeat, self.weather.late = lose, repeat, late
+        self.weather.rng = random.Random(seed)
 
     @invariant()
     def consistent(self) -> None:
@@ -122,6 +143,7 @@ class GatewayHistory(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.faults.hung, self.faults.skip = False, 0.0
+        self.change_weather(0.0, 0.0, 0.0, 0)
         self.run(self.gateway.drain(10_000.0))
         self.run(asyncio.sleep(1000.0))
         self.consistent()
@@ -130,7 +152,7 @@ class GatewayHistory(RuleBasedStateMachine):
         assert all(client.task.done() for client in self.clients)
         left = sum(client.stream.end is End.ABORT for client in self.clients)
         assert self.gateway.ended[End.ABORT] == left <= sum(client.left for client in self.clients)
-        assert not self.launcher.running
+        assert not any(launcher.running for launcher in self.launchers)
         assert not asyncio.all_tasks(self.loop)
         self.loop.close()
 

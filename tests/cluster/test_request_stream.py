@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 from support.scripted_instance import make_request
 from support.virtual_time import run
 
@@ -67,6 +69,120 @@ def test_strikes_count_attempts_in_a_row_without_progress() -> None:
         assert (stream.attempt, stream.strikes) == (2, 0)
         stream.next_attempt()
         assert (stream.attempt, stream.strikes) == (3, 1)
+
+    run(main())
+
+
+def test_attempts_lost_on_the_way_are_no_strikes() -> None:
+    async def main() -> None:
+        stream = make_stream()
+        for losses in (1, 2):
+            stream.next_attempt(died=False)
+            assert (stream.strikes, stream.losses, stream.trusted) == (0, losses, False)
+        stream.accept(delta(0, [1], attempt=2))
+        stream.next_attempt(died=False)
+        assert (stream.attempts, stream.losses) == (4, 0)
+        stream.next_attempt()
+        stream.next_attempt(died=False)
+        assert (stream.strikes, stream.trusted) == (1, False)
+        stream.accept(delta(1, [0] * PROOF_TOKENS, attempt=5))
+        assert stream.trusted
+        assert [stream.takes_proof() for _ in range(2)] == [True, False]
+        stream.next_attempt(died=False)
+        assert (stream.strikes, stream.trusted) == (0, True)
+        stream.next_attempt()
+        assert (stream.strikes, stream.trusted) == (1, False)
+
+    run(main())
+
+
+@given(
+    pieces=st.lists(st.integers(1, 3), min_size=1, max_size=12),
+    reads=st.lists(st.booleans(), min_size=12, max_size=12),
+    logprobs=st.booleans(),
+    restart=st.integers(0, 12),
+    repeated=st.integers(0, 3),
+)
+def test_whatever_the_reader_skips_the_whole_is_the_same(
+    pieces: list[int], reads: list[bool], logprobs: bool, restart: int, repeated: int
+) -> None:
+    """Deltas read one by one, or several as one, add up to the same output, through a new attempt and repetitions."""
+
+    def entries(tokens: list[int]) -> list[TokenLogprobs] | None:
+        return [TokenLogprobs(token, -float(token), 1) for token in tokens] if logprobs else None
+
+    async def main() -> None:
+        stream = make_stream()
+        got: list[Delta] = []
+        start = 0
+        for i, (size, wanted) in enumerate(zip(pieces, reads, strict=False)):
+            if i == restart:
+                stream.next_attempt()
+            first = max(0, start - repeated) if i == restart else start
+            tokens = list(range(first, start + size))
+            fresh = i in (0, restart)
+            assert stream.accept(
+                delta(
+                    first,
+                    tokens,
+                    attempt=stream.attempt,
+                    logprobs=entries(tokens),
+                    num_cached_tokens=10 * (stream.attempt + 1),
+                    timings=Timings(float(i), 0.0) if fresh else None,
+                    finish_reason="length" if i == len(pieces) - 1 else None,
+                )
+            )
+            start += size
+            if wanted:
+                got.append(await anext(stream))
+        got += [item async for item in stream]
+        total = list(range(start))
+        assert [token for item in got for token in item.token_ids] == total == stream.outputs
+        assert [item.index for item in got] == [sum(len(g.token_ids) for g in got[:i]) for i in range(len(got))]
+        if logprobs:
+            assert [entry for item in got for entry in item.logprobs or ()] == entries(total)
+        assert [item.timings is not None for item in got] == [True] + [False] * (len(got) - 1)
+        assert {item.num_cached_tokens for item in got} == {got[0].num_cached_tokens}
+        assert [item.finish_reason for item in got] == [None] * (len(got) - 1) + ["length"]
+
+    run(main())
+
+
+def test_waiting_for_the_end_reads_nothing() -> None:
+    async def main() -> None:
+        stream = make_stream()
+        waiting = asyncio.create_task(stream.wait_ended())
+        for i in range(100):
+            stream.accept(delta(i, [i]))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        stream.accept(delta(100, [], finish_reason="stop"))
+        await waiting
+        await stream.wait_ended()
+        assert [item async for item in stream] == [delta(0, list(range(100)), finish_reason="stop")]
+
+    run(main())
+
+
+def test_cancelling_the_wait_closes_the_stream() -> None:
+    async def main() -> None:
+        closed: list[RequestStream] = []
+        stream = RequestStream(make_request(), closed.append)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.wait_ended(), 1.0)
+        assert closed == [stream]
+        assert stream.end is End.ABORT
+
+    run(main())
+
+
+def test_closing_ends_the_wait() -> None:
+    async def main() -> None:
+        stream = make_stream()
+        waiting = asyncio.create_task(stream.wait_ended())
+        await asyncio.sleep(0)
+        await stream.aclose()
+        await waiting
 
     run(main())
 

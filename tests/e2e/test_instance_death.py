@@ -6,8 +6,10 @@ disturbed run equal those of an undisturbed one.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +19,13 @@ import pytest
 from support.live_server import CHAT, TEXT, EventReader, LiveServer, Output, wait_until
 
 LONG = 200  # tokens: a stream is far from its end when its first tokens have been read
+FLAGS = ("--threads", "1", "--dtype", "float32", "--kernels", "invariant", "--num-kv-blocks", "600")
 READ = 12  # tokens read before the instance dies; more than the gateway wants to see to call an attempt progress
 
 
 @pytest.fixture(scope="module")
 def server(live_model: Path) -> Iterator[LiveServer]:
-    flags = ("--threads", "1", "--dtype", "float32", "--kernels", "invariant", "--num-kv-blocks", "600")
-    with LiveServer(live_model, *flags) as running:
+    with LiveServer(live_model, *FLAGS) as running:
         yield running
         assert "Traceback" not in running.log
 
@@ -108,7 +110,7 @@ def test_many_streams_go_on(server: LiveServer, expected: dict[str, dict[int, Ou
     """16 at once, two of each kind."""
     names = 2 * [name for name in REQUESTS if name != "several outputs"]
     with ExitStack() as stack:
-        readers = [stack.enter_context(server.stream(*REQUESTS[name])) for name in names]
+        readers = open_together(stack, server, names)
         read_together(readers, READ)
         server.kill_instance()
         read_together(readers, None)
@@ -135,6 +137,13 @@ def test_whole_reply_comes(server: LiveServer, expected: dict[str, dict[int, Out
     [choice] = replies[0]["choices"]
     assert (choice["text"], choice["token_ids"]) == (expected["seeded"][0].text, expected["seeded"][0].token_ids)
     assert "the instance ended with 1 requests in flight" in last_death(server)
+
+
+def open_together(stack: ExitStack, server: LiveServer, names: Sequence[str]) -> list[EventReader]:
+    """Streams of these requests, all sent at once: none is near its end when the last one begins."""
+    streams = [server.stream(*REQUESTS[name]) for name in names]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        return list(pool.map(stack.enter_context, streams))
 
 
 def read_together(readers: Sequence[EventReader], count: int | None) -> None:
@@ -179,6 +188,26 @@ def test_new_requests_wait_for_the_next_instance(server: LiveServer, expected: d
     assert run(server, *REQUESTS["greedy"]) == expected["greedy"]
     with server.client() as client:
         assert client.get("/ready").status_code == 200
+
+
+def test_one_of_two_dies(live_model: Path, expected: dict[str, dict[int, Output]]) -> None:
+    """Its streams go on at the other one at once, whose own are not disturbed; then there are two again."""
+    names = 2 * [name for name in REQUESTS if name != "several outputs"]
+    with LiveServer(live_model, *FLAGS, "--instances", "2", "--routing", "round-robin") as server:
+        assert " 2 instances," in server.ready_line
+        wait_until(lambda: "(2 of 2)" in server.log, "the second instance joins")
+        with ExitStack() as stack:
+            readers = open_together(stack, server, names)
+            read_together(readers, READ)
+            server.instances()[0].kill()
+            read_together(readers, None)
+        moved = int(re.findall(r"the instance ended with (\d+) requests", last_death(server))[0])
+        assert 1 <= moved <= len(names) // 2
+        for name, reader in zip(names, readers, strict=True):
+            assert said(reader.outputs) == expected[name], name
+        wait_until(lambda: len(server.instances()) == 2, "the dead instance is replaced")
+        assert restarts(server) == 1
+        assert "Traceback" not in server.log
 
 
 @pytest.mark.slow

@@ -12,9 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import pytest
+
+from kllm.cluster.routing import ROUTERS
+from kllm.config import EngineConfig, ServerConfig
+from kllm.server.main import ServeError, instance_config
 
 MAIN = """
 import sys
@@ -91,6 +96,22 @@ def test_unknown_model(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "nothing" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_instances_share_the_machine() -> None:
+    config, machine = EngineConfig(model="m"), (10, 12 * 2**30)
+    assert instance_config(config, 0, 1, *machine) == config
+    assert instance_config(config, 1, 3, *machine) == EngineConfig(model="m", threads=3, kv_cache_memory=2**30)
+    assert instance_config(config, 0, 20, *machine).threads == 1
+    given = EngineConfig(model="m", threads=8, num_kv_blocks=100, record_steps=Path("a/steps.jsonl"))
+    expected = {"threads": 8, "num_kv_blocks": 100, "kv_cache_memory": None, "record_steps": Path("a/steps-1.jsonl")}
+    assert instance_config(given, 1, 2, *machine).model_dump(include=set(expected)) == expected
+    with pytest.raises(ServeError, match="bind_threads"):
+        instance_config(EngineConfig(model="m", bind_threads=True), 0, 2, *machine)
+
+
+def test_every_router_has_a_name_in_the_config() -> None:
+    assert set(get_args(ServerConfig.model_fields["routing"].annotation)) == set(ROUTERS)
 
 
 def test_starts_without_torch_or_web_stack() -> None:

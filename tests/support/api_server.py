@@ -178,7 +178,7 @@ class ApiServer:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         launcher = _Launcher(self.tokenizer, self._per_step)
-        self.gateway = Gateway(launcher, rng=random.Random(0), max_queue=self.config.max_queue)
+        self.gateway = Gateway([launcher], rng=random.Random(0), max_queue=self.config.max_queue)
         if self._start:
             await self.gateway.start()
         self.app = create_app(self.gateway, self.tokenizer, self.config, self.config.served_model_name or MODEL)

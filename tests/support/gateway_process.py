@@ -22,7 +22,7 @@ class ReportingLauncher(LocalLauncher):
 
 async def main() -> None:
     launcher = ReportingLauncher(lambda address: [sys.executable, SCRIPT, "stream", address])
-    await Gateway(launcher, rng=random.Random()).start()
+    await Gateway([launcher], rng=random.Random()).start()
     print("ready", flush=True)
     await asyncio.Event().wait()
 

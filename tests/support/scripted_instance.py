@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from support.lossy_link import LossyLink, Weather
+
 from kllm.cluster.launchers.launcher import LaunchError
 from kllm.messages import (
     Abort,
@@ -18,13 +20,14 @@ from kllm.messages import (
     EngineLoad,
     Failed,
     Hello,
+    Ping,
     Starting,
     Submit,
     Up,
 )
 from kllm.request import Delta, FinishReason, Request, SamplingParams, Timings, TokenLogprobs
 from kllm.transport.link import Link, LinkClosed
-from kllm.transport.memory import MemoryLink, memory_pair
+from kllm.transport.memory import memory_pair
 
 VOCABULARY = 1000
 STOP_TOKEN = 0
@@ -63,7 +66,9 @@ class Faults:
     skip: float = 0.0  # tokens are lost before the delta
     late_finish: float = 0.0  # the finish follows in a delta of its own, a step later
     crash: float = 0.0  # per step
+    fragile: bool = False  # dies at the first step for a request
     hung: bool = False
+    stuck: bool = False  # takes requests and reports, but makes no step
     silent: bool = False  # works, but sends no EngineLoad
 
 
@@ -85,7 +90,9 @@ class ScriptedInstance:
         self.hello = hello
         self.start_s = start_s
         self.running: dict[str, Running] = {}
-        self.submits: list[Submit] = []
+        self.attempts: dict[str, int] = {}  # the highest seen of each id
+        self.submits: list[Submit] = []  # as taken, without repeated and late ones
+        self.heard: list[Down] = []
         self.draining = False
 
     async def main(self) -> None:
@@ -94,16 +101,20 @@ class ScriptedInstance:
         self.link.send(self.hello)
         inbox = asyncio.create_task(self._read())
         loop = asyncio.get_running_loop()
-        steps, next_load = 0, 0.0
+        steps, sequence, next_load = 0, 0, 0.0
         try:
             while not inbox.done() and not (self.draining and not self.running):
                 await asyncio.sleep(STEP_S)
                 if self.faults.hung:
                     continue
-                steps += bool(self.running)
-                self._step()
+                if not self.faults.stuck:
+                    steps += bool(self.running)
+                    self._step()
                 if loop.time() >= next_load and not self.faults.silent:
-                    self.link.send(EngineLoad(running=len(self.running), steps=steps, prefix_queries=steps))
+                    if not self.heard and sequence > 0:
+                        self.link.send(self.hello)
+                    sequence += 1
+                    self.link.send(self._load(steps, sequence))
                     next_load = loop.time() + 1.0
             if self.draining:
                 self.link.send(Drained())
@@ -114,19 +125,42 @@ class ScriptedInstance:
             await asyncio.gather(inbox, return_exceptions=True)
             self.link.close()
 
+    def _load(self, steps: int, sequence: int) -> EngineLoad:
+        return EngineLoad(
+            running=len(self.running),
+            steps=steps,
+            prefix_queries=steps,
+            sequence=sequence,
+            progress={request_id: (run.submit.attempt, run.done) for request_id, run in self.running.items()},
+        )
+
     async def _read(self) -> None:
         while True:
-            match await self.link.recv():
-                case Submit() as submit:
-                    self.submits.append(submit)
-                    self.running[submit.request.request_id] = Running(submit, len(submit.outputs))
-                case Abort() as abort:
-                    for request_id in abort.request_ids:
-                        self.running.pop(request_id, None)
+            message = await self.link.recv()
+            self.heard.append(message)
+            match message:
+                case Submit():
+                    self._take(message)
+                case Abort(request_ids=ids, attempt=attempt):
+                    for request_id in ids:
+                        if attempt is not None and attempt >= self.attempts.get(request_id, -1):
+                            self.attempts[request_id] = attempt
+                            self.running.pop(request_id, None)
                 case Drain():
                     self.draining = True
+                case Ping():
+                    pass
+
+    def _take(self, submit: Submit) -> None:
+        request_id = submit.request.request_id
+        if submit.attempt > self.attempts.get(request_id, -1):
+            self.attempts[request_id] = submit.attempt
+            self.submits.append(submit)
+            self.running[request_id] = Running(submit, len(submit.outputs))
 
     def _step(self) -> None:
+        if self.faults.fragile and self.running:
+            raise Crash
         items: list[Delta] = []
         for run in list(self.running.values()):
             items += self._advance(run)
@@ -180,7 +214,7 @@ class ScriptedInstance:
 class TaskInstance:
     """The Instance port over a coroutine in this process."""
 
-    link: MemoryLink[Up, Down]
+    link: Link[Up, Down]
     task: asyncio.Task[None]
 
     async def wait(self) -> str:
@@ -206,10 +240,18 @@ HELLO = Hello(instance_id="i", incarnation="", max_model_len=200, vocab_size=VOC
 class TaskLauncher:
     """Launches ScriptedInstances; `failures` makes the next starts fail: "launch", "failed" or "exit"."""
 
-    def __init__(self, faults: Faults | None = None, hello: Hello = HELLO, *, capacity: int = 1024) -> None:
+    def __init__(
+        self,
+        faults: Faults | None = None,
+        hello: Hello = HELLO,
+        *,
+        capacity: int = 1024,
+        weather: Weather | None = None,
+    ) -> None:
         self.faults = faults or Faults()
         self.hello = hello
         self.capacity = capacity
+        self.weather = weather or Weather()
         self.start_s = 0.5
         self.failures: list[str] = []
         self.launched_at: list[float] = []
@@ -221,7 +263,7 @@ class TaskLauncher:
         failure = self.failures.pop(0) if self.failures else None
         if failure == "launch":
             raise LaunchError("no such program")
-        near, far = memory_pair(self.capacity)
+        near, far = (LossyLink(end, self.weather) for end in memory_pair(self.capacity))
         main: Callable[[], Awaitable[None]]
         if failure is None:
             script = ScriptedInstance(far, self.faults, self.hello, self.start_s)

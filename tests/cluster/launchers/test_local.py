@@ -67,7 +67,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 def test_a_stream_survives_kill_9(run: Run) -> None:
     async def main() -> None:
         launcher = Launcher("stream")
-        gateway = Gateway(launcher, rng=random.Random(1))
+        gateway = Gateway([launcher], rng=random.Random(1))
         await gateway.start()
         streams = [gateway.generate(make_request(str(i), [i + 1], max_tokens=100, ignore_eos=True)) for i in range(8)]
         seen: list[list[int]] = [[] for _ in streams]
@@ -93,7 +93,7 @@ def test_a_process_that_dies_at_start_is_quoted(run: Run, capfd: pytest.CaptureF
     async def main() -> None:
         launcher = Launcher("die")
         with pytest.raises(InstanceFailed, match=r"(?s)exited with status 3.*no such tensor: lm_head"):
-            await Gateway(launcher, rng=random.Random(1)).start()
+            await Gateway([launcher], rng=random.Random(1)).start()
         launcher.assert_gone()
 
     run(main())
@@ -103,7 +103,7 @@ def test_a_process_that_dies_at_start_is_quoted(run: Run, capfd: pytest.CaptureF
 def test_a_mute_process_is_killed(run: Run) -> None:
     async def main() -> None:
         launcher = Launcher("mute")
-        gateway = Gateway(launcher, rng=random.Random(1), start_timeout=1.0, stop_grace=0.2)
+        gateway = Gateway([launcher], rng=random.Random(1), start_timeout=1.0, stop_grace=0.2)
         with pytest.raises(InstanceFailed, match="not ready after 1 s"):
             await gateway.start()
         launcher.assert_gone()

@@ -1,0 +1,63 @@
+"""Which instance gets a request. Routers are pure: no clock, no I/O; what they draw comes from their generator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kllm.messages import EngineLoad
+from kllm.request import Request
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that may take the request.
+
+    index: of its slot. assigned: requests that it holds, by the gateway's own count. load: its latest report, up to a
+    second old. num_blocks, block_tokens, max_num_seqs: its capacity.
+    """
+
+    index: int
+    assigned: int
+    load: EngineLoad = EngineLoad()
+    num_blocks: int = 0
+    block_tokens: int = 0
+    max_num_seqs: int = 0
+
+
+class Router(Protocol):
+    def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
+        """The index of one of the candidates, of which there is at least one, in ascending order of index."""
+        ...
+
+
+class RoundRobin:
+    """The next candidate after the one chosen last."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
+        following = (candidate.index for candidate in candidates if candidate.index > self._last)
+        self._last = next(following, candidates[0].index)
+        return self._last
+
+
+class LeastLoaded:
+    """The candidate with the fewest requests assigned; ties are drawn, so that no instance is everybody's first."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random(0)
+
+    def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
+        fewest = min(candidate.assigned for candidate in candidates)
+        least = [candidate.index for candidate in candidates if candidate.assigned == fewest]
+        return least[0] if len(least) == 1 else least[self._rng.randrange(len(least))]
+
+
+ROUTERS: dict[str, Callable[[random.Random], Router]] = {
+    "round-robin": lambda _: RoundRobin(),
+    "least-loaded": LeastLoaded,
+}

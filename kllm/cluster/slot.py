@@ -1,0 +1,268 @@
+"""A slot: one place for an instance, kept filled. Incarnations come and go, the slot stays."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kllm.cluster.instance_handle import InstanceFailed, InstanceHandle
+from kllm.cluster.launchers.launcher import InstanceLauncher, LaunchError
+from kllm.cluster.request_stream import RequestStream
+from kllm.cluster.routing import Candidate
+from kllm.messages import EngineLoad, Hello, Starting
+from kllm.request import Delta
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 30.0
+DEATHS_BLAMED_ON_REQUESTS = 3  # in a row without any request getting on; after that the slot itself is to blame
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """start_timeout: seconds from launch to Hello. max_restarts: failures in a row before a slot gives up for good.
+    silence_limit: seconds without a message or a step from an instance that has work before it counts as hung.
+    stop_grace: seconds that an instance gets to exit before it is killed."""
+
+    start_timeout: float
+    max_restarts: int
+    silence_limit: float
+    stop_grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotEvents:
+    """What a slot tells its gateway. All are called on the loop and must not block.
+
+    starting: progress of a start. ready: an instance is there. start_failed: the very first start failed; the slot
+    tries again when `settled` is set. delta: output of an instance. astray: messages about this request were lost.
+    over: an instance died with these requests; True if one of them is known to be the killer. gave_up: the slot stays
+    empty. needed: whether a new instance is wanted after a death.
+    """
+
+    starting: Callable[[int, Starting], None]
+    ready: Callable[[Slot], None]
+    start_failed: Callable[[], None]
+    settled: asyncio.Event
+    delta: Callable[[Delta], None]
+    astray: Callable[[RequestStream, str], None]
+    over: Callable[[Slot, Sequence[RequestStream], str], bool]
+    gave_up: Callable[[Slot, str], None]
+    needed: Callable[[], bool]
+
+
+class Slot:
+    """failures: in a row, starts that fail and deaths that no request is to blame for.
+    fruitful: a request has got on at the present incarnation.
+    error: why the first start failed, or why the slot gave up. totals are over all incarnations.
+    """
+
+    def __init__(
+        self, index: int, launcher: InstanceLauncher, limits: Limits, rng: random.Random, events: SlotEvents
+    ) -> None:
+        self.index = index
+        self.failures = 0
+        self.fruitful = False
+        self.restarts = 0
+        self.error: str | None = None
+        self.gave_up = False
+        self._launcher = launcher
+        self._limits = limits
+        self._rng = rng
+        self._events = events
+        self._handle: InstanceHandle | None = None  # from Hello to the end
+        self._life: asyncio.Task[None] | None = None
+        self._started = False
+        self._barren_deaths = 0  # in a row
+        self._past = EngineLoad()  # counters of past incarnations
+
+    # --- what can be seen ---
+
+    @property
+    def ready(self) -> bool:
+        return self._handle is not None and self._handle.ready
+
+    @property
+    def quiet(self) -> bool:
+        """Its instance's reports fail to come."""
+        return self._handle is not None and self._handle.quiet
+
+    @property
+    def hello(self) -> Hello | None:
+        """Of the instance that is there."""
+        return None if self._handle is None else self._handle.hello
+
+    @property
+    def assigned(self) -> dict[str, RequestStream]:
+        return {} if self._handle is None else self._handle.assigned
+
+    @property
+    def load(self) -> EngineLoad:
+        """The instance's latest report; zeros while there is none."""
+        return EngineLoad() if self._handle is None else self._handle.load
+
+    @property
+    def totals(self) -> EngineLoad:
+        """The counters of EngineLoad, over all incarnations."""
+        return add_counters(self._past, self.load)
+
+    @property
+    def candidate(self) -> Candidate:
+        """What a router may know of it, while it is ready."""
+        handle = self._handle
+        assert handle is not None
+        assert handle.hello is not None
+        return Candidate(
+            index=self.index,
+            assigned=len(handle.assigned),
+            load=handle.load,
+            num_blocks=handle.hello.num_blocks,
+            block_tokens=handle.hello.block_tokens,
+            max_num_seqs=handle.hello.max_num_seqs,
+        )
+
+    # --- requests ---
+
+    def submit(self, stream: RequestStream) -> None:
+        assert self._handle is not None
+        self._handle.submit(stream)
+
+    def abort(self, stream: RequestStream) -> None:
+        """Stop the current attempt of a request that is here."""
+        assert self._handle is not None
+        self._handle.abort(stream)
+
+    def forget(self, stream: RequestStream) -> None:
+        """A request that was here has ended."""
+        self.assigned.pop(stream.request.request_id, None)
+
+    def got_on(self) -> None:
+        """A request has ended well or proven itself here."""
+        self.failures = self._barren_deaths = 0
+        self.fruitful = True
+
+    # --- life ---
+
+    def open(self) -> None:
+        """Launch the first instance, and keep the slot filled from now on."""
+        self._life = asyncio.create_task(self._live())
+
+    async def drain(self) -> None:
+        """Let the instance end by itself, if it does so in time. Nothing is assigned to it any more."""
+        if self._handle is not None:
+            self._handle.drain()
+            await self._handle.ended(self._limits.stop_grace)
+
+    async def close(self) -> None:
+        """Stop the instance and fill the slot no more. Idempotent."""
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+        if self._handle is not None:
+            handle = self._end_incarnation()
+            await handle.stop(self._limits.stop_grace)
+
+    async def _live(self) -> None:
+        try:
+            while True:
+                reason = await self._incarnation()
+                if reason is None:
+                    return
+                if self.failures > self._limits.max_restarts:
+                    break
+                await asyncio.sleep(self._backoff())
+                self.restarts += 1
+        except Exception as error:
+            logger.exception("the supervision of instance %d failed", self.index)
+            reason = f"internal error: {error!r}"
+        await self._give_up(reason)
+
+    async def _incarnation(self) -> str | None:
+        """One instance from its launch to its end: why it ended, None if no other one is needed."""
+        try:
+            handle = await self._launch()
+        except InstanceFailed as error:
+            logger.error("instance %d could not be started: %s", self.index, error)
+            self.failures += 1
+            if not self._started:
+                self._started, self.error = True, str(error)
+                self._events.start_failed()
+                await self._events.settled.wait()
+            return str(error)
+        self._started, self.fruitful = True, False
+        self._handle = handle
+        self._events.ready(self)
+        reason = await handle.over()
+        if not self._events.needed():
+            return None
+        lost = list(handle.assigned.values())
+        logger.error("the instance ended with %d requests in flight (instance %d): %s", len(lost), self.index, reason)
+        self._end_incarnation()
+        killer_known = self._events.over(self, lost, reason)
+        self._barren_deaths = 0 if killer_known or self.fruitful else self._barren_deaths + 1
+        if not lost or self._barren_deaths > DEATHS_BLAMED_ON_REQUESTS:
+            self.failures += 1  # otherwise its requests are to blame first: they cannot kill more than a few
+        await handle.stop(self._limits.stop_grace)
+        return reason
+
+    async def _launch(self) -> InstanceHandle:
+        """A ready instance. Raises InstanceFailed with the instance's own message."""
+        try:
+            instance = await self._launcher.launch()
+        except LaunchError as error:
+            raise InstanceFailed(str(error)) from error
+        handle = InstanceHandle(
+            instance,
+            on_starting=functools.partial(self._events.starting, self.index),
+            on_delta=self._events.delta,
+            on_astray=self._events.astray,
+            silence_limit=self._limits.silence_limit,
+        )
+        try:
+            await handle.started(self._limits.start_timeout)
+        except BaseException:
+            await handle.stop(self._limits.stop_grace)
+            raise
+        return handle
+
+    def _end_incarnation(self) -> InstanceHandle:
+        assert self._handle is not None
+        self._past = self.totals
+        handle, self._handle = self._handle, None
+        return handle
+
+    def _backoff(self) -> float:
+        """Seconds before the next start: none after a death during work, then doubling, with jitter."""
+        if self.failures == 0:
+            return 0.0
+        longest = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (self.failures - 1))
+        return longest * self._rng.uniform(0.5, 1.0)
+
+    async def _give_up(self, reason: str) -> None:
+        logger.critical("giving up on instance %d: %s", self.index, reason)
+        self.gave_up, self.error = True, reason
+        if not self._started:
+            self._started = True
+            self._events.start_failed()
+        if self._handle is None:
+            self._events.gave_up(self, reason)
+            return
+        handle = self._end_incarnation()  # only after an internal error
+        self._events.over(self, list(handle.assigned.values()), reason)
+        self._events.gave_up(self, reason)
+        await handle.stop(self._limits.stop_grace)
+
+
+def add_counters(a: EngineLoad, b: EngineLoad) -> EngineLoad:
+    return EngineLoad(
+        preemptions=a.preemptions + b.preemptions,
+        prefix_queries=a.prefix_queries + b.prefix_queries,
+        prefix_hits=a.prefix_hits + b.prefix_hits,
+        steps=a.steps + b.steps,
+        step_s=a.step_s + b.step_s,
+    )
