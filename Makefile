@@ -3,6 +3,7 @@
 #   make serve          install, fetch the small default model, serve it on http://127.0.0.1:8000
 #   make test           unit, numeric and end-to-end tests that are not slow
 #   make test-slow      the slow ones
+#   make test-faults    a thousand seeded fault schedules over a simulated fleet
 #   make lint           ruff, mypy, import-linter
 #   make bench          the offline benchmarks on the default model
 #   make bench-peers    kLLM beside vLLM, OpenVINO, llama.cpp, transformers and CTranslate2, which it installs (~1 h)
@@ -40,7 +41,7 @@ define make_venv
 endef
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install develop oracle serve test test-slow lint format bench bench-peers clean
+.PHONY: help install develop oracle serve test test-slow test-faults lint format bench bench-peers clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -74,6 +75,10 @@ test: $(DEVELOP) $(ORACLE)
 
 test-slow: $(DEVELOP) $(ORACLE)
 	$(BIN)/pytest -m slow --durations=0 $(ARGS)
+
+SEEDS ?= 0-999
+test-faults: $(DEVELOP)
+	KLLM_FAULT_SEEDS=$(SEEDS) $(BIN)/pytest tests/simulation/test_nothing_is_lost.py -q $(ARGS)
 
 lint: $(DEVELOP)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The `kllm` command: serve, chat, pull, bench, verify.
+"""The `kllm` command: serve, chat, pull, bench, verify, capacity, simulate.
 
 Every command imports what it needs when it runs, so that `kllm serve` starts without torch and `--help` is quick.
 """
@@ -13,8 +13,10 @@ import typer
 
 import kllm
 from kllm.cli import bench
+from kllm.cli.capacity import capacity
 from kllm.cli.errors import CommandError, UsageError
 from kllm.cli.options import Flags, ModelArgument, build, config_flags
+from kllm.cli.simulate import simulate
 from kllm.cli.verify import verify
 from kllm.config import EngineConfig, ServerConfig
 
@@ -27,6 +29,8 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.command()(verify)
+app.command()(capacity)
+app.command()(simulate)
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""A fleet in virtual time: the production gateway, scheduler, cache and instances on simulated hardware and links."""

@@ -1,0 +1,63 @@
+"""Every knob of `kllm simulate`. Flags and the keys of a file are made from these fields."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kllm.workload.config import SYNTHETIC, WorkloadConfig
+from kllm.workload.traces import TRACES
+
+
+class SimulationConfig(WorkloadConfig):
+    """What is sent, to which fleet, and what goes wrong."""
+
+    trace: str = Field(
+        "mooncake-conversation",
+        description=f"What is sent: a trace by name ({', '.join(TRACES)}), a trace file, or made-up requests "
+        f"({', '.join(SYNTHETIC)}).",
+    )
+    limit_seconds: float | None = Field(None, gt=0, description="Take the trace's requests of the first so many s.")
+    num_prompts: int | None = Field(  # type: ignore[assignment]  # of a trace, all by default
+        None, ge=1, description="Requests to send; of a trace the first so many, by default all; 1000 made-up ones."
+    )
+    load: float | None = Field(
+        None, gt=0, le=10, description="Arrival rate as a share of the fleet's saturation; by default the trace's own."
+    )
+    hardware: str = Field("h200", description="Accelerator (kllm capacity lists them), or this-machine.")
+    model: str = Field("glm-5.2", description="Model whose cost is simulated.")
+    layout: str | None = Field(None, description="How a model is spread over an instance's GPUs: tp8, dp8ep8, …")
+    gpus_per_instance: int | None = Field(
+        None, ge=1, description="GPUs of an instance; the fewest that fit by default."
+    )
+    step_times: str | None = Field(None, description="File of step times fitted to a real engine, instead of presets.")
+    kv_tokens: int | None = Field(None, ge=1, description="Tokens of KV cache of an instance; by default what fits.")
+    instances: int = Field(8, ge=1, le=4096, description="Instances, each prefilling and decoding.")
+    prefill: int | None = Field(None, ge=0, description="Prefill instances (separate roles do not exist yet).")
+    decode: int | None = Field(None, ge=0, description="Decode instances (separate roles do not exist yet).")
+    routing: Literal["least-loaded", "round-robin"] = Field("least-loaded", description="How instances are chosen.")
+    seed: int = Field(0, ge=0, description="Seed of everything random: load, noise, network, faults.")
+    block_size: int = Field(64, ge=1, le=1024, description="Tokens per KV cache block.")
+    max_num_seqs: int = Field(256, ge=1, le=4096, description="Most requests that run at once on an instance.")
+    max_num_batched_tokens: int = Field(8192, ge=1, description="Most tokens computed in one step.")
+    prefill_chunk: int | None = Field(None, ge=1, description="Most prompt tokens of one request in one step.")
+    max_model_len: int | None = Field(None, ge=2, description="Longest prompt plus output; the model's by default.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of waiting requests.")
+    enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
+    pipeline_depth: int = Field(2, ge=1, le=2, description="Plans in flight: 2 plans a step while one runs.")
+    noise: float = Field(0.05, ge=0, le=1, description="Spread of a step's time around its mean (sigma of its log).")
+    deviation: float = Field(
+        0.1, ge=0, le=1, description="How far the true cost of each kind of operator is from the model's."
+    )
+    planning_step_us: float = Field(150.0, ge=0, description="Time to plan and commit a step.")
+    planning_row_us: float = Field(12.0, ge=0, description="The same, for each row of it.")
+    start_s: float = Field(60.0, ge=0, description="Time from launch to ready of an instance.")
+    silence_s: float = Field(10.0, gt=0, description="Silence after which the gateway gives an instance up.")
+    max_queue: int = Field(1_000_000, ge=1, description="Most requests accepted at once.")
+    faults: str | None = Field(
+        None, description="Faults, such as '12.5 crash 2; 30 slow 1 for 20 by 4', or random:SEED, or random:SEED:COUNT."
+    )
+    slo_ttft_ms: float = Field(4000.0, gt=0, description="Goodput: longest time to first token.")
+    slo_tpot_ms: float = Field(60.0, gt=0, description="Goodput: longest time per output token.")
+    sample_every_s: float | None = Field(None, gt=0, description="Simulated seconds between looks at the instances.")

@@ -1,0 +1,191 @@
+"""From a SimulationConfig to a finished run: the trace, the fleet it asks for, and what was assumed on the way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from kllm.cluster.routing import ROUTERS
+from kllm.config import EngineConfig
+from kllm.costs.capacity import Capacity, Deployment, best_layout, kv_capacity, smallest_gpus
+from kllm.costs.errors import CostError
+from kllm.costs.fitted import load_step_time
+from kllm.costs.hardware import find_hardware
+from kllm.costs.layout import Layout, parse_layout
+from kllm.costs.model_specs import ModelSpec, find_model
+from kllm.costs.noise import NoisyStepTime, StepTimeSource, perturbed
+from kllm.costs.roofline import RooflineModel
+from kllm.costs.step import StepTimeModel
+from kllm.simulation.config import SimulationConfig
+from kllm.simulation.executor import PlanningCost
+from kllm.simulation.faults import FaultError, FaultSchedule
+from kllm.simulation.fleet import FleetSpec, Progress, run_fleet
+from kllm.simulation.launcher import InstanceSpec
+from kllm.simulation.load import make_load
+from kllm.simulation.results import FleetResult
+from kllm.simulation.saturation import InstanceLimits, saturation_rate
+from kllm.workload.sample import Sample, TokenSource, fitting
+
+START_PHASES = (("place", 0.02), ("process", 0.08), ("weights", 0.6), ("compile", 0.2), ("register memory", 0.1))
+TIMELINE_POINTS = 400
+ENGINE_KNOBS = (
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "prefill_chunk",
+    "scheduling_policy",
+    "enable_prefix_caching",
+    "pipeline_depth",
+)
+
+
+class SimulationError(ValueError):
+    """The run that was asked for is not possible; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What an instance is: its step times as a predictor sees them, and what it holds."""
+
+    model: StepTimeModel
+    source: Callable[[random.Random], StepTimeSource]
+    kv_tokens: int
+    max_model_len: int
+    gpus: int
+    dollars_per_hour: float
+    top_k: int | None
+    vocab_size: int
+    notes: list[str]
+    settings: dict[str, object]
+
+
+def simulate(
+    config: SimulationConfig,
+    on_progress: Progress = lambda now, done, total: None,
+    decisions: TextIO | None = None,
+) -> FleetResult:
+    """Run it. Raises TraceError, LoadError, CostError, FaultError or SimulationError for what cannot be done."""
+    if config.prefill is not None or config.decode is not None:
+        raise SimulationError("separate prefill and decode instances do not exist yet: use instances")
+    costs = _costs(config)
+    limits = InstanceLimits(costs.kv_tokens, config.max_num_batched_tokens, config.max_num_seqs, costs.top_k)
+    load = make_load(
+        config, costs.kv_tokens, lambda mean: config.instances * saturation_rate(mean, limits, costs.model)
+    )
+    kept = fitting(load.samples, costs.max_model_len)
+    if not kept:
+        raise SimulationError(f"no request fits the {costs.max_model_len} tokens of an instance; a scale may help")
+    spec = _fleet_spec(config, costs, kept)
+    result = run_fleet(
+        spec, kept, TokenSource(config.seed, costs.vocab_size), decisions=decisions, on_progress=on_progress
+    )
+    result.gpus = config.instances * costs.gpus
+    result.cost_per_gpu_hour = costs.dollars_per_hour / costs.gpus
+    result.trace_load, result.load = load.native, load.load
+    result.settings = {"trace": config.trace, "instances": config.instances, **costs.settings, "seed": config.seed}
+    result.settings |= {"saturation_rps": round(load.saturation_rps, 4), "routing": config.routing}
+    result.notes = [*costs.notes, *load.notes]
+    if left_out := len(load.samples) - len(kept):
+        result.notes.append(f"{left_out} requests are left out: they exceed {costs.max_model_len} tokens")
+    return result
+
+
+# -- the instance --------------------------------------------------------------------------------------------
+
+
+def _costs(config: SimulationConfig) -> _Costs:
+    model, hardware = find_model(config.model), find_hardware(config.hardware)
+    capacity = _capacity(config, model)
+    notes = [
+        f"KV capacity of an instance: {capacity.tokens:,} tokens ({capacity.layout} on {capacity.layout.gpus} "
+        f"{hardware.name}, {capacity.kv_bytes_per_token:,.0f} B a token)"
+    ]
+    if capacity.layout.dp > 1:
+        notes.append(f"the {capacity.layout.dp} groups of an instance are scheduled as one pool, evenly filled")
+    predicted: StepTimeModel
+    if config.step_times is None:
+        roofline = RooflineModel(
+            hardware, model, capacity.layout, weights_dtype=capacity.weights_dtype, kv_dtype=capacity.kv_dtype
+        )
+        predicted = roofline
+        truth: StepTimeModel = perturbed(roofline, random.Random(f"{config.seed}/truth"), config.deviation)
+        notes.append(f"true step times deviate by up to {config.deviation:.0%} a kind of operator from the roofline's")
+    else:
+        predicted = truth = load_step_time(Path(config.step_times))
+        notes.append(f"step times are fitted to recorded steps ({config.step_times})")
+    notes += [f"uncertain: {name} of {what.name}" for what in (model, hardware) for name in sorted(what.uncertain)]
+    return _Costs(
+        model=predicted,
+        source=lambda rng: NoisyStepTime(truth, rng, config.noise),
+        kv_tokens=config.kv_tokens or capacity.tokens,
+        max_model_len=min(config.max_model_len or model.max_length, config.kv_tokens or capacity.tokens_per_group),
+        gpus=capacity.layout.gpus,
+        dollars_per_hour=capacity.dollars_per_hour,
+        top_k=model.top_k,
+        vocab_size=model.vocab_size,
+        notes=notes,
+        settings={
+            "model": model.name,
+            "hardware": hardware.name,
+            "layout": str(capacity.layout),
+            "weights": capacity.weights_dtype,
+            "kv": capacity.kv_dtype,
+            "kv_tokens": config.kv_tokens or capacity.tokens,
+        },
+    )
+
+
+def _capacity(config: SimulationConfig, model: ModelSpec) -> Capacity:
+    deployment = Deployment(model, find_hardware(config.hardware))
+    if config.layout is not None:
+        layout = parse_layout(config.layout)
+        if config.gpus_per_instance not in (None, layout.gpus):
+            raise SimulationError(f"layout {layout} is of {layout.gpus} GPUs, not {config.gpus_per_instance}")
+        return kv_capacity(deployment, layout)
+    best = smallest_gpus(deployment)
+    gpus = config.gpus_per_instance or best.layout.gpus
+    try:  # an engine with one scheduler computes every request on all of its GPUs
+        return kv_capacity(deployment, Layout(tp=gpus))
+    except CostError:
+        return best_layout(deployment, gpus)
+
+
+def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sample]) -> FleetSpec:
+    knobs = {name: getattr(config, name) for name in ENGINE_KNOBS}
+    engine = EngineConfig.model_validate({"model": config.model, **knobs})
+    instance = InstanceSpec(
+        engine=engine,
+        num_blocks=max(2, costs.kv_tokens // config.block_size),
+        max_model_len=costs.max_model_len,
+        vocab_size=costs.vocab_size,
+        start_phases=tuple((name, share * config.start_s) for name, share in START_PHASES),
+        planning=PlanningCost(config.planning_step_us * 1e-6, config.planning_row_us * 1e-6),
+        top_k=costs.top_k,
+    )
+    horizon = max(sample.arrival_s for sample in samples)
+    return FleetSpec(
+        instances=config.instances,
+        instance=instance,
+        times=costs.source,
+        seed=config.seed,
+        router=ROUTERS[config.routing],
+        faults=_faults(config.faults, config.instances, horizon),
+        gateway={"max_queue": config.max_queue, "silence_limit": config.silence_s},
+        sample_every_s=config.sample_every_s or max(1.0, horizon / TIMELINE_POINTS),
+    )
+
+
+def _faults(text: str | None, instances: int, horizon_s: float) -> FaultSchedule:
+    if text is None:
+        return FaultSchedule()
+    if not text.startswith("random:"):
+        return FaultSchedule.parse(text, instances)
+    try:
+        seed, *count = (int(part) for part in text.split(":")[1:])
+        (mean,) = count or [4]
+    except ValueError:
+        raise FaultError(f"{text!r} is not random:SEED or random:SEED:COUNT") from None
+    return FaultSchedule.random(seed, instances, horizon_s, mean)
