@@ -78,7 +78,7 @@ test-slow: $(DEVELOP) $(ORACLE)
 
 SEEDS ?= 0-999
 test-faults: $(DEVELOP)
-	KLLM_FAULT_SEEDS=$(SEEDS) $(BIN)/pytest tests/simulation/test_nothing_is_lost.py -q $(ARGS)
+	KLLM_FAULT_SEEDS=$(SEEDS) $(BIN)/pytest tests/simulation/test_nothing_is_lost.py -q -m "not slow" $(ARGS)
 
 lint: $(DEVELOP)
 	$(BIN)/ruff check .

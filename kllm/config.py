@@ -75,7 +75,23 @@ class EngineConfig(Config):
         None, ge=1, description="Most prompt tokens of one request in one step; no limit of its own by default."
     )
     enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
-    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of waiting requests.")
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = Field(
+        "fcfs",
+        description="Order of prompts: fcfs, by priority, or fair: those of at most one chunk go first, "
+        "longer ones give way at chunk ends and get more the longer they have.",
+    )
+    fair_growth: float = Field(
+        1 / 128, gt=0, le=1, description="fair: quota that a long prompt gains each time it gives way, in chunks."
+    )
+    fair_kv_share: float = Field(
+        0.5, gt=0, le=1, description="fair: share of the KV cache that long prompts in progress may need together."
+    )
+    max_overtakes: int = Field(
+        64,
+        ge=0,
+        description="How often a request that does not fit into the KV cache may be passed by later ones; then room is "
+        "kept for it. 0: never.",
+    )
     pipeline_depth: int | None = Field(
         None,
         ge=1,

@@ -94,6 +94,9 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     kv_usage: float = 0.0  # share of blocks that running requests hold, 0 to 1
     kv_cached: float = 0.0  # share of blocks that only the prefix tree holds
     preemptions: int = 0
+    yields: int = 0  # times that a long prompt gave way to others
+    overtakes: int = 0  # admissions past a request that did not fit
+    blocked: int = 0  # waiting requests that did not fit when they were tried last
     prefix_queries: int = 0  # tokens looked up in the prefix tree
     prefix_hits: int = 0  # tokens found there
     steps: int = 0

@@ -95,6 +95,15 @@ class KVManager:
                 break
         return (cursor.depth - start) * self.block_tokens
 
+    def cached_tokens(self, tokens: array[int], salt: str = "", adapter: str = "") -> int:
+        """Leading tokens that are in the cache now, all but the last one at most. O(tokens found)."""
+        if not self.enable_prefix_caching:
+            return 0
+        holding = self.open(salt, adapter)
+        found = self.match(holding, tokens, len(tokens) - 1)
+        self.close(holding)
+        return found
+
     def grow(self, holding: Holding, num_tokens: int) -> list[int] | None:
         """Make room for num_tokens in all. Returns the blocks added, or None (nothing changed) if there is no room."""
         blocks = self.pool.allocate(max(0, self.blocks_for(num_tokens) - len(holding.blocks)))

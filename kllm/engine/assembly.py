@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kllm.cache.manager import KVManager
 from kllm.config import EngineConfig
-from kllm.scheduling.queue_policy import POLICIES
+from kllm.scheduling.prefill_policy import FairShare, FirstCome, PrefillPolicy
+from kllm.scheduling.queue_policy import QUEUE_KEYS
 from kllm.scheduling.scheduler import Scheduler
 
 
@@ -12,6 +13,11 @@ def make_scheduler(
     config: EngineConfig, *, num_blocks: int, max_model_len: int, eos_token_ids: tuple[int, ...]
 ) -> Scheduler:
     """num_blocks: KV blocks of config.block_size tokens that there is memory for."""
+    policy: PrefillPolicy = FirstCome()
+    if config.scheduling_policy == "fair":
+        chunk = config.prefill_chunk or config.max_num_batched_tokens
+        growth = max(1, round(chunk * config.fair_growth))
+        policy = FairShare(chunk, growth, num_blocks * config.block_size, config.fair_kv_share)
     return Scheduler(
         KVManager(num_blocks, config.block_size, config.enable_prefix_caching),
         max_model_len=max_model_len,
@@ -19,5 +25,7 @@ def make_scheduler(
         max_tokens_per_step=config.max_num_batched_tokens,
         prefill_chunk=config.prefill_chunk,
         eos_token_ids=eos_token_ids,
-        key=POLICIES[config.scheduling_policy],
+        key=QUEUE_KEYS[config.scheduling_policy],
+        policy=policy,
+        max_overtakes=config.max_overtakes,
     )

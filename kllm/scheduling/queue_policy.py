@@ -18,4 +18,4 @@ def by_priority(sequence: Sequence) -> tuple[int, int]:
     return (sequence.request.priority, sequence.arrival)
 
 
-POLICIES: dict[str, QueueKey] = {"fcfs": first_come, "priority": by_priority}
+QUEUE_KEYS: dict[str, QueueKey] = {"fcfs": first_come, "fair": first_come, "priority": by_priority}

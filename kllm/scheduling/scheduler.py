@@ -3,8 +3,8 @@
 There are no phases. A sequence has tokens and a number of them already planned; a plan makes sequences catch up:
 
     1. running sequences that lack one token (decoding), in queue order
-    2. running sequences that lack more (prompts, in chunks), in queue order
-    3. waiting sequences, in queue order, while a place, budget and blocks last
+    2. prompts, in chunks, in the order of the prefill policy: those that run, and those that wait while a place, budget
+       and blocks last (Admission)
 
 Out of blocks, the last running sequence in queue order gives its place back and is recomputed later; what it had
 put into the prefix tree stays there as long as nobody needs the room.
@@ -21,9 +21,13 @@ from collections import deque
 from kllm.cache.manager import Holding, KVManager
 from kllm.messages import EngineLoad, Submit
 from kllm.request import Delta, FinishReason, Timings, TokenLogprobs
+from kllm.scheduling.admission import Admission
 from kllm.scheduling.plan import NewRow, Plan, RowResult, RowStep, StepResult
+from kllm.scheduling.prefill_policy import FirstCome, PrefillPolicy
 from kllm.scheduling.queue_policy import QueueKey, first_come
 from kllm.scheduling.sequence import Sequence, State
+
+_NO_BLOCKS: list[int] = []  # of rows that need none: shared, never changed
 
 
 class Scheduler:
@@ -42,6 +46,8 @@ class Scheduler:
         prefill_chunk: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         key: QueueKey = first_come,
+        policy: PrefillPolicy | None = None,
+        max_overtakes: int = 0,
     ) -> None:
         self.kv = kv
         self.max_model_len = max_model_len
@@ -50,6 +56,8 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk or max_tokens_per_step
         self.eos_token_ids = frozenset(eos_token_ids)
         self._key = key
+        self._policy: PrefillPolicy = policy or FirstCome()
+        self._admission = Admission(kv, max_overtakes)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # in queue order
         self._running: list[Sequence] = []  # in queue order
@@ -114,6 +122,10 @@ class Scheduler:
         """A sequence that is neither following nor running: into the queue, or held."""
         sequence.state = State.HELD if sequence.held else State.WAITING
         if not sequence.held:
+            if self._policy.looks_ahead:
+                sequence.expected = self.kv.cached_tokens(
+                    sequence.tokens, sequence.request.cache_salt, sequence.request.adapter
+                )
             insort(self._waiting, sequence, key=self._key)
 
     def unhold(self, request_id: str) -> None:
@@ -149,6 +161,7 @@ class Scheduler:
             leader = self._sequences[sequence.request.leader or ""]
             leader.followers.remove(sequence)
         sequence.state = State.ENDED
+        self._admission.forget(sequence)
         del self._sequences[sequence.request.request_id]
         self._free_followers(sequence)
 
@@ -174,21 +187,45 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """The next step, or None if there is nothing to compute before something commits or arrives."""
         chosen: dict[Sequence, int] = {}
+        self._admission.begin(self._running)
+        prefilling: list[Sequence] = []
         budget = self.max_tokens_per_step
-        # backlogs only change at the end, so the two passes see the same ones
-        lacking = [(sequence, sequence.backlog) for sequence in self._running]
-        for decoding in (True, False):
-            for sequence, backlog in lacking:
-                if backlog and (backlog == 1) == decoding and budget and sequence.state is State.RUNNING:
+        block_tokens = self.kv.block_tokens
+        for sequence in self._running.copy():
+            backlog = sequence.backlog
+            if backlog > 1:
+                prefilling.append(sequence)
+            elif backlog and budget > 0 and sequence.state is State.RUNNING:
+                holding = sequence.holding
+                if holding is not None and sequence.planned < len(holding.blocks) * block_tokens:  # mostly
+                    chosen[sequence] = 1
+                    budget -= 1
+                else:
                     budget -= self._choose(sequence, budget, chosen)
-        # nobody is admitted in a step in which one that runs lacks room or was preempted
-        if all(sequence in chosen for sequence, backlog in lacking if backlog):
-            self._admit(chosen, budget, now)
+        decoding = self.max_tokens_per_step - budget
+        if budget:
+            self._plan_prompts(prefilling, budget, chosen, now)
+        self._policy.settle(chosen, sum(chosen.values()) - decoding)
         if chosen:
             return self._finalize(chosen)
         if (self._running or self._waiting) and not self._in_flight:
             raise RuntimeError("nothing can be planned though nothing is in flight: a bug in the scheduler")
         return None
+
+    def _plan_prompts(self, prefilling: list[Sequence], budget: int, chosen: dict[Sequence, int], now: float) -> None:
+        """Spend what decoding left on prompts, in the policy's order."""
+        admission = self._admission
+        waiting = self._waiting.copy() if len(self._running) < self.max_num_seqs else []
+        if waiting and admission.reserved is not None:
+            budget -= self._admit(admission.reserved, budget, chosen, now)
+        for sequence in self._policy.turns(prefilling, waiting):
+            if budget <= 0:
+                return
+            if sequence.state is State.RUNNING:
+                if sequence not in chosen:
+                    budget -= self._choose(sequence, budget, chosen)
+            elif admission.is_open and sequence.state is State.WAITING:
+                budget -= self._admit(sequence, budget, chosen, now)
 
     def _choose(self, sequence: Sequence, budget: int, chosen: dict[Sequence, int]) -> int:
         """Give a running sequence as much of its backlog as budget and blocks allow, preempting later ones.
@@ -196,16 +233,20 @@ class Scheduler:
         Returns the budget spent, which is negative when a preempted sequence had been chosen for more."""
         holding = sequence.holding
         assert holding is not None
-        if sequence.backlog > 1 and sequence.planned == sequence.computed and not sequence.wants_prompt_logprobs:
+        backlog = sequence.backlog
+        if backlog > 1 and sequence.planned == sequence.computed and not sequence.wants_prompt_logprobs:
             self._skip_cached(sequence, holding)
-        count = min(sequence.backlog, budget, self.prefill_chunk)
+            backlog = sequence.backlog
+        count = min(backlog, budget, self.prefill_chunk)
         returned = 0
-        while self.kv.grow(holding, sequence.planned + count) is None:
+        while (blocks := self.kv.grow(holding, sequence.planned + count)) is None:
+            self._admission.close()
             victim = self._running[-1]
             if self.kv.fenced or victim is sequence:
                 return -returned  # room comes with a commit
             self._preempt(victim)
             returned += chosen.pop(victim, 0)
+        self._admission.grew(sequence, len(blocks))
         chosen[sequence] = count
         return count - returned
 
@@ -225,52 +266,32 @@ class Scheduler:
         sequence.lose_place()
         self._enqueue(sequence)
 
-    def _admit(self, chosen: dict[Sequence, int], budget: int, now: float) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self.max_num_seqs:
-            sequence = self._waiting[0]
-            if not self._open(sequence):
-                return
-            del self._waiting[0]
-            sequence.state = State.RUNNING
-            insort(self._running, sequence, key=self._key)
-            if sequence.admitted_at is None:
-                sequence.admitted_at = now
-            sequence.row = self._free_rows.pop()
-            chosen[sequence] = count = min(sequence.backlog, budget, self.prefill_chunk)
-            budget -= count
-            assert sequence.holding is not None
-            if self.kv.grow(sequence.holding, sequence.planned + count) is None:
-                raise RuntimeError("an admitted sequence does not fit: a bug in the scheduler")
-
-    def _open(self, sequence: Sequence) -> bool:
-        """Match the prefix cache and see whether all tokens so far fit beside what those that run still lack.
-
-        A refusal remembers how much room is needed, so that a blocked sequence is not matched again every step."""
-        promised = sum(self._promised(running) for running in self._running)
-        if self.kv.available < sequence.needs + promised:
-            return False
-        before = self.kv.available
-        holding = self.kv.open(sequence.request.cache_salt, sequence.request.adapter)
-        limit = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
-        matched = self.kv.match(holding, sequence.tokens, limit)
-        needs = self.kv.blocks_for(len(sequence.tokens)) - len(holding.blocks)
-        if self.kv.available < needs + promised:
-            sequence.needs = needs + before - self.kv.available
-            self.kv.close(holding)
-            return False
-        sequence.needs = 0
+    def _admit(self, sequence: Sequence, budget: int, chosen: dict[Sequence, int], now: float) -> int:
+        """Give a waiting sequence a place and its first tokens, if there is room. Returns the budget spent."""
+        if len(self._running) >= self.max_num_seqs:
+            return 0
+        opened = self._admission.try_open(sequence)
+        if opened is None:
+            return 0
+        holding, matched = opened
+        self._waiting.remove(sequence)
+        sequence.state = State.RUNNING
         sequence.holding = holding
         sequence.planned = sequence.computed = matched
+        insort(self._running, sequence, key=self._key)
+        if sequence.admitted_at is None:
+            sequence.admitted_at = now
         if sequence.epoch == 0:
             sequence.cached = min(matched, sequence.num_prompt)
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += matched
-        return True
-
-    def _promised(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence lacks for the tokens it has, or one to grow."""
-        assert sequence.holding is not None
-        return max(1, self.kv.blocks_for(len(sequence.tokens)) - len(sequence.holding.blocks))
+        sequence.row = self._free_rows.pop()
+        chosen[sequence] = count = min(sequence.backlog, budget, self.prefill_chunk)
+        blocks = self.kv.grow(holding, sequence.planned + count)
+        if blocks is None:
+            raise RuntimeError("an admitted sequence does not fit: a bug in the scheduler")
+        self._admission.grew(sequence, len(blocks))
+        return count
 
     def _finalize(self, chosen: dict[Sequence, int]) -> Plan:
         plan = Plan(self._next_plan, ended=self._ended_rows, remaps=self._remaps)
@@ -282,10 +303,11 @@ class Scheduler:
             assert holding is not None
             if sequence.sent_blocks == 0:
                 plan.new.append(self._new_row(sequence, holding))
+            sent = sequence.sent_blocks
             step = RowStep(
                 row=sequence.row,
                 count=count,
-                blocks=holding.blocks[sequence.sent_blocks :],
+                blocks=holding.blocks[sent:] if sent < len(holding.blocks) else _NO_BLOCKS,
                 sample=sequence.planned + count == sequence.target,
                 skip=sequence.planned - sequence.sent_tokens,
             )
@@ -452,6 +474,9 @@ class Scheduler:
             preemptions=self.num_preemptions,
             prefix_queries=self.prefix_queries,
             prefix_hits=self.prefix_hits,
+            yields=self._policy.num_yields,
+            overtakes=self._admission.num_overtakes,
+            blocked=self._admission.blocked,
         )
 
     def check(self) -> None:

@@ -26,7 +26,8 @@ class Sequence:
 
     limit: number of tokens at which it ends by length. epoch: counts preemptions; results of older ones are dropped.
     sent_blocks, sent_tokens: what the runner has been told. needs: blocks that must be available before admission
-    is worth another try.
+    is worth another try. overtaken: later ones admitted while it did not fit. expected: tokens that the cache had when
+    it began to wait. yields, quota: how often it has given way, and tokens it may compute before others (FairShare).
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class Sequence:
         "cached",
         "computed",
         "epoch",
+        "expected",
         "first_token_at",
         "followers",
         "held",
@@ -45,16 +47,19 @@ class Sequence:
         "limit",
         "needs",
         "num_prompt",
+        "overtaken",
         "params",
         "pending",
         "planned",
         "prompt_logprobs",
+        "quota",
         "request",
         "row",
         "sent_blocks",
         "sent_tokens",
         "state",
         "tokens",
+        "yields",
     )
 
     def __init__(self, submit: Submit, arrival: int, now: float, limit: int) -> None:
@@ -76,6 +81,10 @@ class Sequence:
         self.cached = 0
         self.epoch = 0
         self.needs = 0
+        self.overtaken = 0
+        self.expected = 0
+        self.yields = 0
+        self.quota = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.holding: Holding | None = None
         self.last_plan = -1
@@ -105,7 +114,13 @@ class Sequence:
     @property
     def backlog(self) -> int:
         """Tokens to catch up by; 0 when the sequence will end by length with the plans in flight."""
-        return 0 if self.target >= self.limit else self.target - self.planned
+        target = len(self.tokens) + self.pending
+        return 0 if target >= self.limit else target - self.planned
+
+    @property
+    def lacking(self) -> int:
+        """Tokens to compute before it can sample; while it waits, as far as can be known."""
+        return self.backlog if self.state is State.RUNNING else max(1, len(self.tokens) - self.expected)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

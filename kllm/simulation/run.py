@@ -37,6 +37,9 @@ ENGINE_KNOBS = (
     "max_num_batched_tokens",
     "prefill_chunk",
     "scheduling_policy",
+    "fair_growth",
+    "fair_kv_share",
+    "max_overtakes",
     "enable_prefix_caching",
     "pipeline_depth",
 )

@@ -12,7 +12,7 @@ from kllm.cache.manager import Holding
 from kllm.messages import Submit
 from kllm.request import Delta, Request
 from kllm.scheduling.plan import Plan, RowResult, StepResult
-from kllm.scheduling.queue_policy import POLICIES
+from kllm.scheduling.queue_policy import QUEUE_KEYS
 
 
 def endless(request_id: str, prompt: list[int], max_tokens: int = 20, **fields: object) -> Request:
@@ -462,7 +462,7 @@ def test_out_of_blocks_the_last_is_recomputed_and_nothing_is_lost(depth: int, ca
 
 
 def test_prompt_logprobs_survive_a_preemption_amid_the_prompt() -> None:
-    loop = SchedulerLoop(num_blocks=24, prefill_chunk=2, key=POLICIES["priority"])
+    loop = SchedulerLoop(num_blocks=24, prefill_chunk=2, key=QUEUE_KEYS["priority"])
     low = loop.add(endless("low", prompt_of(44), max_tokens=3, priority=9, prompt_logprobs=0))
     loop.step()
     for number in range(7):
@@ -476,12 +476,12 @@ def test_prompt_logprobs_survive_a_preemption_amid_the_prompt() -> None:
 
 
 def test_priority_goes_first_and_arrival_decides_among_equals() -> None:
-    loop = SchedulerLoop(num_blocks=100, max_num_seqs=1, key=POLICIES["priority"])
+    loop = SchedulerLoop(num_blocks=100, max_num_seqs=1, key=QUEUE_KEYS["priority"])
     for name, priority in (("a", 5), ("b", 1), ("c", -3), ("d", 1)):
         loop.add(endless(name, prompt_of(5), max_tokens=2, priority=priority))
     loop.run()
     assert [new.request_id for plan in loop.plans for new in plan.new] == ["c", "b", "d", "a"]
-    first_come = SchedulerLoop(num_blocks=100, max_num_seqs=1, key=POLICIES["fcfs"])
+    first_come = SchedulerLoop(num_blocks=100, max_num_seqs=1, key=QUEUE_KEYS["fcfs"])
     for name, priority in (("a", 5), ("b", 1), ("c", -3)):
         first_come.add(endless(name, prompt_of(5), max_tokens=2, priority=priority))
     first_come.run()
@@ -489,7 +489,7 @@ def test_priority_goes_first_and_arrival_decides_among_equals() -> None:
 
 
 def test_a_request_with_priority_preempts_later_ones_when_blocks_run_out() -> None:
-    loop = SchedulerLoop(num_blocks=12, key=POLICIES["priority"])
+    loop = SchedulerLoop(num_blocks=12, key=QUEUE_KEYS["priority"])
     low = loop.add(endless("low", prompt_of(8), max_tokens=30, priority=9))
     loop.step()
     high = loop.add(endless("high", prompt_of(8, 20), max_tokens=30))
