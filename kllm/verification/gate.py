@@ -28,6 +28,7 @@ from kllm.verification.workload import FULL, QUICK, Scale, Workload, make_worklo
 _BLOCK_TOKENS = 16
 
 OnPart = Callable[[str, str], None]
+OnOutcome = Callable[["Verification"], None]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +52,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's result. plain has no limits but that structured output is valid."""
+    """A run's result. plain has no limits but that structured output is valid. waiting: variants that are yet to run;
+    nothing has passed before all have."""
 
     model: str
     text: str
@@ -59,11 +61,20 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     window: int
     versions: dict[str, str]
     plain: Outcome
-    variants: list[Outcome]
+    variants: list[Outcome] = []
+    waiting: list[str] = []
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """In the order they ran, plain first."""
+        return [self.plain, *self.variants]
 
     @property
     def passed(self) -> bool:
-        return all(outcome.acceptable for outcome in [self.plain, *self.variants])
+        return not self.waiting and all(outcome.acceptable for outcome in self.outcomes)
+
+    def followed_by(self, outcome: Outcome) -> Verification:
+        return msgspec.structs.replace(self, variants=[*self.variants, outcome], waiting=self.waiting[1:])
 
 
 def chosen_variants(config: VerifyConfig) -> list[Variant]:
@@ -72,30 +83,39 @@ def chosen_variants(config: VerifyConfig) -> list[Variant]:
     return [variant for variant in VARIANTS.values() if variant.quick or not config.quick]
 
 
-def verify(model: str, config: VerifyConfig, on_part: OnPart = lambda variant, part: None) -> Verification:
-    """on_part(variant, part) is called as each part of each variant begins. Raises what loading the model plainly
-    raises (ModelSourceError, WeightError, ValueError) and InvalidRequest for a window longer than the model."""
+def verify(
+    model: str,
+    config: VerifyConfig,
+    on_part: OnPart = lambda variant, part: None,
+    on_outcome: OnOutcome = lambda so_far: None,
+) -> Verification:
+    """on_part(variant, part) is called as each part of each variant begins, on_outcome(result so far) as each variant
+    ends, plain included. Raises what loading the model plainly raises (ModelSourceError, WeightError, ValueError) and
+    InvalidRequest for a window longer than the model."""
     scale: Scale = QUICK if config.quick else FULL
     if config.tokens is not None:
         scale = replace(scale, tokens=config.tokens)
     source = resolve(model)
     workload = make_workload(load_tokenizer(source), scale, config.window)
     runner = _Runner(model, workload, config.threads, on_part)
+    chosen = chosen_variants(config)
     plain = runner.run("plain", PLAIN)
     plain_figures = compare(plain, plain)
-    outcomes = []
-    for variant in chosen_variants(config):
-        outcome = _outcome(variant, runner, source, plain, plain_figures)
-        outcomes.append(msgspec.structs.replace(outcome, required=bool(config.variants)))
-    return Verification(
+    result = Verification(
         model=model,
         text=texts.SOURCE,
         scored_tokens=len(texts.flatten(plain.logprobs)),
         window=len(workload.windows[0]),
         versions={"kllm": kllm.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
         plain=_judged("plain", "the plain path", PLAIN, plain, plain_figures, judge_alone(plain_figures)),
-        variants=outcomes,
+        waiting=[variant.name for variant in chosen],
     )
+    on_outcome(result)
+    for variant in chosen:
+        outcome = _outcome(variant, runner, source, plain, plain_figures)
+        result = result.followed_by(msgspec.structs.replace(outcome, required=bool(config.variants)))
+        on_outcome(result)
+    return result
 
 
 def _outcome(
@@ -180,6 +200,6 @@ def is_quantised(source: ModelSource) -> bool:
 def as_json(result: Verification) -> dict[str, Any]:
     """Plain data, with what the properties say."""
     data: dict[str, Any] = msgspec.to_builtins(result)
-    for outcome, plain_data in zip([result.plain, *result.variants], [data["plain"], *data["variants"]], strict=True):
+    for outcome, plain_data in zip(result.outcomes, [data["plain"], *data["variants"]], strict=True):
         plain_data["checks"] = [{**asdict(check), "passed": check.passed} for check in outcome.checks]
     return {"passed": result.passed, **data}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -32,11 +33,11 @@ def print_verification(result: Verification, console: Console) -> None:
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("result", no_wrap=True)
-    for outcome in [result.plain, *result.variants]:
+    for outcome in result.outcomes:
         table.add_row(*_row(outcome))
     console.print(title, highlight=False, soft_wrap=True)
     console.print(table)
-    for outcome in [result.plain, *result.variants]:
+    for outcome in result.outcomes:
         for check in outcome.checks:
             if not check.passed:
                 console.print(f"{outcome.name}: {_sentence(check)}", style=_STYLES["failed"], highlight=False)
@@ -44,9 +45,32 @@ def print_verification(result: Verification, console: Console) -> None:
             console.print(f"{outcome.name} did not run: {outcome.reason}", style=_STYLES["skipped"], highlight=False)
 
 
+def summary(outcome: Outcome) -> str:
+    """One variant as one line of text: its figures, its time and what was missed."""
+    figures = outcome.figures
+    if figures is None:
+        return f"{outcome.name}: {outcome.status}, {outcome.reason}"
+    words = [f"perplexity {figures.perplexity:.6g}"]
+    if outcome.name in VARIANTS:
+        limit = VARIANTS[outcome.name].limits.perplexity
+        words[0] += f" ({figures.perplexity_change:+.3%}, at most {limit:.1%})"
+        words.append(f"agreement {figures.agreement:.1%}")
+    for name, share in (("needles", figures.needles), ("JSON", figures.structured)):
+        if share is not None:
+            words.append(f"{name} {share:.0%}")
+    words.append(f"{figures.seconds:.0f} s")
+    missed = "; ".join(_sentence(check) for check in outcome.checks if not check.passed)
+    return f"{outcome.name}: {outcome.status}, {', '.join(words)}" + (f"; {missed}" if missed else "")
+
+
 def write_json(path: Path, result: Verification) -> None:
-    """Raises OSError."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(as_json(result)), indent=1) + b"\n")
+    """Replaces the file in one go, so that readers of a run in progress always find a whole report. Raises OSError."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(as_json(result)), indent=1) + b"\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def plot(path: Path, result: Verification) -> None:

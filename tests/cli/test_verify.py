@@ -24,6 +24,7 @@ def test_exit_status_0_and_a_report_when_all_is_within_the_limits(live_model: Pa
     result = run(str(live_model), *SMALL, "--variants", "batching", "--json", str(report))
     assert result.returncode == 0, result.stderr
     assert "batching" in result.stdout
+    assert [line.split(", ")[0] for line in result.stderr.splitlines()] == ["plain: passed", "batching: passed"]
     data = json.loads(report.read_text())
     assert data["passed"] is True
     assert [variant["name"] for variant in data["variants"]] == ["batching"]

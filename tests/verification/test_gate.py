@@ -19,7 +19,7 @@ from kllm.verification import gate
 from kllm.verification.config import VerifyConfig
 from kllm.verification.gate import Verification, is_quantised, verify
 from kllm.verification.measurement import PARTS
-from kllm.verification.report import plot, print_verification, write_json
+from kllm.verification.report import plot, print_verification, summary, write_json
 from kllm.verification.variants import EXACT, Variant
 
 QUICK = {"quick": True, "tokens": 256, "window": 64, "threads": 1}
@@ -38,9 +38,14 @@ def parts() -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def result(tiny_model: Path, parts: list[tuple[str, str]]) -> Verification:
+def stages() -> list[Verification]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def result(tiny_model: Path, parts: list[tuple[str, str]], stages: list[Verification]) -> Verification:
     config = VerifyConfig(variants=["prefix-caching", "batching", "bf16", "shipped"], **QUICK)
-    return verify(str(tiny_model), config, lambda variant, part: parts.append((variant, part)))
+    return verify(str(tiny_model), config, lambda variant, part: parts.append((variant, part)), stages.append)
 
 
 def test_scheduling_changes_nothing(result):
@@ -82,6 +87,24 @@ def test_progress_names_every_part_in_order(result, parts):
     assert parts == [(name, part) for name in ran for part in ("load", *PARTS)]
 
 
+def test_every_outcome_is_handed_on_as_it_comes_and_nothing_passes_before_the_last(result, stages):
+    names = ["prefix-caching", "batching", "bf16", "shipped"]
+    assert [[outcome.name for outcome in stage.variants] for stage in stages] == [names[:i] for i in range(5)]
+    assert [stage.waiting for stage in stages] == [names[i:] for i in range(5)]
+    assert all(outcome.status == "passed" for outcome in stages[2].outcomes)
+    assert not stages[2].passed
+    assert stages[-1] == result
+
+
+def test_an_outcome_as_a_line(result):
+    plain, caching, *_, shipped = result.outcomes
+    assert summary(plain).startswith(f"plain: passed, perplexity {plain.figures.perplexity:.6g}, needles ")
+    assert "prefix-caching: passed, perplexity " in summary(caching)
+    assert "0.000%, at most 0.1%), agreement 100.0%, needles " in summary(caching)
+    assert summary(caching).endswith(" s")
+    assert summary(shipped) == "shipped: skipped, the checkpoint's weights are not quantised"
+
+
 def test_a_refused_engine_is_skipped_with_the_refusals_words(tiny_model, monkeypatch):
     too_long = Variant("too-long", "longer than the model", {"max_model_len": 4096}, EXACT, quick=True)
     monkeypatch.setattr(gate, "VARIANTS", {"too-long": too_long})
@@ -101,6 +124,7 @@ def test_numbers_beyond_a_limit_fail(tiny_model, monkeypatch):
     assert outcome.status == "failed"
     assert "perplexity change" in [check.name for check in outcome.checks if not check.passed]
     assert not result.passed
+    assert "; perplexity change is " in summary(outcome)
     console = Console(record=True, width=160)
     print_verification(result, console)
     assert "strict: perplexity change is " in console.export_text()
@@ -121,8 +145,11 @@ def test_report_for_people(result):
         assert name in text
 
 
-def test_report_for_programs(result, tmp_path):
+def test_report_for_programs(result, stages, tmp_path):
+    write_json(tmp_path / "report.json", stages[1])
+    assert json.loads((tmp_path / "report.json").read_text())["waiting"] == ["batching", "bf16", "shipped"]
     write_json(tmp_path / "report.json", result)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["passed"] is False
     assert data["plain"]["options"]["kernels"] == "reference"

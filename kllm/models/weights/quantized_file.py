@@ -2,7 +2,8 @@
 
 <folder>/<model>-<format>-<place>-<content>.safetensors     place: hash of the sources' paths
                                                             content: of their sizes, times and samples of their bytes
-    `<tensor>`          U8, or I8 for int8: QuantizedRows.data
+    `<tensor>`          U8, or I8 for int8: QuantizedRows.data (a file may hold several formats; its name says which
+                        one was asked for)
     `<tensor>:scales`   U8 [rows, 4]: the float32 scales of int8, as bytes because a file may place them at any offset
 
 Written under a lock (<...>.lock) as <...>.partial and completed by a rename. A file whose sources have changed is
@@ -20,7 +21,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,8 +30,22 @@ from kllm.kernels.linear import QuantizedRows
 from kllm.models.weights.interface import WeightError
 from kllm.quantization.block_encoders import BLOCK, BLOCK_BYTES
 
-VERSION = 1  # of the quantisers: raise it when they give other bytes
-Shapes = Mapping[str, tuple[int, int]]
+VERSION = 2  # of the quantisers: raise it when they give other bytes
+
+
+class MatrixKind(NamedTuple):
+    """Format and size of a quantised matrix."""
+
+    format: str
+    rows: int
+    cols: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+
+Matrices = Mapping[str, MatrixKind]
 
 _KEY = "kllm"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -39,14 +54,13 @@ _log = logging.getLogger(__name__)
 
 
 class QuantizedFile:
-    """The place for matrices of these shapes, quantised to one format from these source files.
+    """The place for matrices of these kinds, quantised from these source files because `format` was asked for.
 
     Every method raises OSError for what the file system refuses."""
 
-    def __init__(self, folder: Path, sources: Sequence[Path], format: str, shapes: Shapes) -> None:
+    def __init__(self, folder: Path, sources: Sequence[Path], format: str, matrices: Matrices) -> None:
         self._folder = folder
-        self._format = format
-        self._shapes = shapes
+        self._matrices = matrices
         place, self._key = _fingerprints(sources, format)
         model = re.sub(r"[^\w.-]", "_", _model_name(sources))[:80]
         self._name = f"{model}-{format}-{place}-"
@@ -57,7 +71,7 @@ class QuantizedFile:
         if not self.path.exists():
             return None
         try:
-            return QuantizedReader(self.path, self._key, self._format, self._shapes)
+            return QuantizedReader(self.path, self._key, self._matrices)
         except WeightError as error:
             _log.warning("%s; it will be written anew", error)
             return None
@@ -75,7 +89,7 @@ class QuantizedFile:
             yield
 
     def write(self, matrices: Iterable[tuple[str, QuantizedRows]]) -> None:
-        """Matrices of self's format under names of its shapes, taken one by one. Call under `locked`."""
+        """Matrices under their names and of their kinds, taken one by one. Call under `locked`."""
         partial = self.path.with_suffix(".partial")
         try:
             with open(partial, "wb") as file:
@@ -93,12 +107,12 @@ class QuantizedFile:
     def _write(self, file: BinaryIO, matrices: Iterable[tuple[str, QuantizedRows]]) -> None:
         """The header comes first in the file and is written last: room is left for the longest it can be."""
         metadata = {"__metadata__": {_KEY: self._key}}
-        longest = [entry for name in self._shapes for entry in _entries(name, *self._shapes[name], self._format)]
+        longest = [entry for name, kind in self._matrices.items() for entry in _entries(name, kind)]
         room = -(-len(_header(metadata, longest)) // 8) * 8
         file.seek(8 + room)
         written = []
         for name, matrix in matrices:
-            written += _entries(name, matrix.rows, matrix.cols, self._format)
+            written += _entries(name, MatrixKind(matrix.format, matrix.rows, matrix.cols))
             file.write(_bytes(matrix.data))
             if matrix.scales is not None:
                 file.write(_bytes(matrix.scales))
@@ -108,22 +122,23 @@ class QuantizedFile:
 
 class QuantizedReader:
     """An open file of quantised matrices. Raises WeightError unless the file is whole and has this key, and all it
-    holds are matrices of this format and these shapes."""
+    holds are matrices of these kinds."""
 
-    def __init__(self, path: Path, key: str, format: str, shapes: Shapes) -> None:
+    def __init__(self, path: Path, key: str, matrices: Matrices) -> None:
         self._path = path
         self._key = key
-        self._format = format
-        self._shapes = shapes
+        self._matrices = matrices
         self._file = self._map()
         self._read = 0
-        kinds = {name: (kind, shape) for s in shapes for name, kind, shape in _entries(s, *shapes[s], format)}
+        entries = [entry for name, kind in matrices.items() for entry in _entries(name, kind)]
+        types = {name: (type, shape) for name, type, shape in entries}
         self._names = frozenset(self._file.keys())
         for name in self._names:
             part = self._file.get_slice(name)
-            if kinds.get(name) != (part.get_dtype(), tuple(part.get_shape())):
+            if types.get(name) != (part.get_dtype(), tuple(part.get_shape())):
                 raise WeightError(f"{path}: tensor {name} does not belong there")
-            if format == "int8" and not {name, f"{name.removesuffix(':scales')}:scales"} <= self._names:
+            scales = f"{name}:scales"
+            if scales in types and scales not in self._names:
                 raise WeightError(f"{path}: tensor {name} has no scales")
 
     def read(self, name: str) -> QuantizedRows | None:
@@ -137,9 +152,10 @@ class QuantizedReader:
         data = self._file.get_tensor(name)
         self._read += data.nbytes
         scales = None
-        if self._format == "int8":
+        kind = self._matrices[name]
+        if kind.format == "int8":
             scales = self._file.get_tensor(f"{name}:scales").clone().view(torch.float32).view(-1)
-        return QuantizedRows(self._format, *self._shapes[name], data, scales)
+        return QuantizedRows(*kind, data, scales)
 
     def _map(self) -> Any:
         try:
@@ -151,8 +167,9 @@ class QuantizedReader:
         return file
 
 
-def _entries(name: str, rows: int, cols: int, format: str) -> list[tuple[str, str, tuple[int, ...]]]:
+def _entries(name: str, kind: MatrixKind) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, safetensors type, shape) of what a matrix is kept as."""
+    format, rows, cols = kind
     if format == "int8":
         return [(name, "I8", (rows, cols)), (f"{name}:scales", "U8", (rows, 4))]
     return [(name, "U8", (rows, cols // BLOCK * BLOCK_BYTES[format]))]

@@ -23,7 +23,7 @@ from kllm.kernels import cpu
 from kllm.kernels.registry import get_operators
 from kllm.models.loader import load_model
 from kllm.models.weights import WeightError, open_checkpoint, quantized_file
-from kllm.models.weights.quantized_checkpoint import QuantizedCheckpoint, is_linear
+from kllm.models.weights.quantized_checkpoint import QuantizedCheckpoint, format_of, is_linear
 from kllm.models.weights.safetensors_folder import SafetensorsFolder
 from kllm.quantization.matrices import FORMATS, dequantize, quantize
 
@@ -62,10 +62,10 @@ def assert_quantized(checkpoint: QuantizedCheckpoint, format: str) -> None:
         if name not in LINEAR:
             assert torch.equal(checkpoint.get(name, shape, torch.float32), weight)
             continue
-        expected = quantize(weight, format)
+        expected = quantize(weight, format_of(name, shape[1], format))
         matrix = checkpoint.get_quantized(name, shape)
         assert matrix is not None
-        assert (matrix.format, matrix.rows, matrix.cols) == (format, *shape)
+        assert (matrix.format, matrix.rows, matrix.cols) == (expected.format, *shape)
         assert torch.equal(matrix.data, expected.data)
         if expected.scales is not None:
             assert torch.equal(matrix.scales, expected.scales)
@@ -96,7 +96,8 @@ def test_only_the_first_start_quantises(folder: Path, tmp_path: Path, format: st
     assert seen == []
     assert len(kept(cache)) == 1
     assert kept(cache)[0].name.startswith(f"tiny-{format}-")
-    assert len(load_file(kept(cache)[0])) == len(LINEAR) * (2 if format == "int8" else 1)
+    with_scales = [name for name in LINEAR if format_of(name, WEIGHTS[name].shape[1], format) == "int8"]
+    assert len(load_file(kept(cache)[0])) == len(LINEAR) + len(with_scales)
     assert list(cache.glob("*.partial")) == []
 
 
@@ -230,6 +231,13 @@ def test_what_is_never_quantised() -> None:
     assert not is_linear("model.layers.3.self_attn.kv_b_proj.weight", (8, 8))
     assert not is_linear("model.norm.weight", (8,))
     assert not is_linear("model.layers.3.self_attn.q_proj.bias", (8,))
+
+
+def test_int8_gives_the_head_finer_scales() -> None:
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert [format_of(name, 64, format) for format in FORMATS] == ["q8_0", "q8_0", "q4_0", "q4_1"]
+        assert format_of(name, 48, "int8") == "int8"  # no whole blocks
+    assert [format_of(NAME, 64, format) for format in FORMATS] == list(FORMATS)
 
 
 def test_rows_that_are_no_whole_blocks_stay_floats() -> None:
