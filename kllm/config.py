@@ -76,12 +76,12 @@ class EngineConfig(Config):
     )
     enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
     scheduling_policy: Literal["fcfs", "priority", "fair"] = Field(
-        "fcfs",
+        "fair",
         description="Order of prompts: fcfs, by priority, or fair: those of at most one chunk go first, "
         "longer ones give way at chunk ends and get more the longer they have.",
     )
     fair_growth: float = Field(
-        1 / 128, gt=0, le=1, description="fair: quota that a long prompt gains each time it gives way, in chunks."
+        1 / 64, gt=0, le=1, description="fair: what a long prompt is owed for giving way n times, over n, in chunks."
     )
     fair_kv_share: float = Field(
         0.5, gt=0, le=1, description="fair: share of the KV cache that long prompts in progress may need together."
@@ -109,6 +109,11 @@ class EngineConfig(Config):
     record_steps: Path | None = Field(
         None, description="File that gets a line for every step: what it computed and how long it took."
     )
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of one request in one step. A prompt of at most so many is short."""
+        return min(self.prefill_chunk or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
 
 class ServerConfig(Config):

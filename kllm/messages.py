@@ -60,7 +60,8 @@ class Starting(Message, frozen=True, kw_only=True, omit_defaults=True, tag="star
 class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
     """The instance is ready; repeated with every report until the gateway has said something.
 
-    `incarnation` is new for every process start. operators: what computes, in words."""
+    `incarnation` is new for every process start. chunk_tokens: most prompt tokens of one request in one step.
+    operators: what computes, in words."""
 
     instance_id: str
     incarnation: str
@@ -70,6 +71,7 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     vocab_size: int = 0
     num_blocks: int = 0
     block_tokens: int = 0
+    chunk_tokens: int = 0
     max_num_seqs: int = 0
     start_seconds: dict[str, float] = {}
     operators: str = ""
@@ -95,6 +97,7 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     kv_cached: float = 0.0  # share of blocks that only the prefix tree holds
     preemptions: int = 0
     yields: int = 0  # times that a long prompt gave way to others
+    quota_tokens: int = 0  # prompt tokens that long prompts computed before others, from their quota
     overtakes: int = 0  # admissions past a request that did not fit
     blocked: int = 0  # waiting requests that did not fit when they were tried last
     prefix_queries: int = 0  # tokens looked up in the prefix tree

@@ -140,6 +140,7 @@ class Gateway:
             total,
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
+            blocked=sum(load.blocked for load in loads),
             kv_usage=sum(load.kv_usage for load in loads) / ready,
             kv_cached=sum(load.kv_cached for load in loads) / ready,
         )

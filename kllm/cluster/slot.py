@@ -261,6 +261,9 @@ class Slot:
 def add_counters(a: EngineLoad, b: EngineLoad) -> EngineLoad:
     return EngineLoad(
         preemptions=a.preemptions + b.preemptions,
+        yields=a.yields + b.yields,
+        quota_tokens=a.quota_tokens + b.quota_tokens,
+        overtakes=a.overtakes + b.overtakes,
         prefix_queries=a.prefix_queries + b.prefix_queries,
         prefix_hits=a.prefix_hits + b.prefix_hits,
         steps=a.steps + b.steps,

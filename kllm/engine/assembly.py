@@ -15,9 +15,8 @@ def make_scheduler(
     """num_blocks: KV blocks of config.block_size tokens that there is memory for."""
     policy: PrefillPolicy = FirstCome()
     if config.scheduling_policy == "fair":
-        chunk = config.prefill_chunk or config.max_num_batched_tokens
-        growth = max(1, round(chunk * config.fair_growth))
-        policy = FairShare(chunk, growth, num_blocks * config.block_size, config.fair_kv_share)
+        growth = max(1, round(config.chunk_tokens * config.fair_growth))
+        policy = FairShare(config.chunk_tokens, growth, num_blocks * config.block_size, config.fair_kv_share)
     return Scheduler(
         KVManager(num_blocks, config.block_size, config.enable_prefix_caching),
         max_model_len=max_model_len,

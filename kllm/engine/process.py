@@ -64,6 +64,7 @@ async def serve(address: str, config: EngineConfig) -> int:
         vocab_size=engine.vocab_size,
         num_blocks=engine.num_blocks,
         block_tokens=engine.block_tokens,
+        chunk_tokens=config.chunk_tokens,
         max_num_seqs=config.max_num_seqs,
         start_seconds=engine.start_seconds,
         operators=engine.operators,

@@ -202,10 +202,9 @@ class Scheduler:
                     budget -= 1
                 else:
                     budget -= self._choose(sequence, budget, chosen)
-        decoding = self.max_tokens_per_step - budget
         if budget:
             self._plan_prompts(prefilling, budget, chosen, now)
-        self._policy.settle(chosen, sum(chosen.values()) - decoding)
+            self._policy.settle(chosen)
         if chosen:
             return self._finalize(chosen)
         if (self._running or self._waiting) and not self._in_flight:
@@ -456,6 +455,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._sequences)
 
+    @property
+    def most_yields(self) -> int:
+        """How often that prompt gave way which did so most often."""
+        return self._policy.most_yields
+
     def attempt(self, request_id: str) -> int | None:
         """The attempt in which a request is here; None if it is not."""
         sequence = self._sequences.get(request_id)
@@ -475,6 +479,7 @@ class Scheduler:
             prefix_queries=self.prefix_queries,
             prefix_hits=self.prefix_hits,
             yields=self._policy.num_yields,
+            quota_tokens=self._policy.quota_tokens,
             overtakes=self._admission.num_overtakes,
             blocked=self._admission.blocked,
         )

@@ -27,7 +27,7 @@ class Sequence:
     limit: number of tokens at which it ends by length. epoch: counts preemptions; results of older ones are dropped.
     sent_blocks, sent_tokens: what the runner has been told. needs: blocks that must be available before admission
     is worth another try. overtaken: later ones admitted while it did not fit. expected: tokens that the cache had when
-    it began to wait. yields, quota: how often it has given way, and tokens it may compute before others (FairShare).
+    it began to wait. yields: how often its prompt has given way to others (FairShare).
     """
 
     __slots__ = (
@@ -52,7 +52,6 @@ class Sequence:
         "pending",
         "planned",
         "prompt_logprobs",
-        "quota",
         "request",
         "row",
         "sent_blocks",
@@ -84,7 +83,6 @@ class Sequence:
         self.overtaken = 0
         self.expected = 0
         self.yields = 0
-        self.quota = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.holding: Holding | None = None
         self.last_plan = -1

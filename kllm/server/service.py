@@ -47,7 +47,9 @@ class Service:
         self.draining = False
         self.workers = Workers()
         self.texts = TokenTexts(tokenizer)
-        self.metrics = Metrics(self.model_names[0], gateway, self._cache_config, config.vllm_metrics)
+        self.metrics = Metrics(
+            self.model_names[0], gateway, self._cache_config, self._chunk_tokens, config.vllm_metrics
+        )
 
     def close(self) -> None:
         self.workers.close()
@@ -57,6 +59,10 @@ class Service:
         if info is None:
             return {}
         return {"num_gpu_blocks": str(info.num_blocks), "block_size": str(info.block_tokens)}
+
+    def _chunk_tokens(self) -> int:
+        info = self.gateway.info
+        return 0 if info is None else info.chunk_tokens
 
     @property
     def ready(self) -> bool:

@@ -127,6 +127,7 @@ class Fleet:
         simulated = self._loop.time() - start
         self.timeline.take(simulated)
         await self._settle()
+        counters = self.timeline.counters
         return FleetResult(
             outcomes=clients.outcomes,
             samples=self.timeline.samples,
@@ -136,7 +137,12 @@ class Fleet:
             steps=self.timeline.steps,
             gpus=self.spec.instances,
             restarts=self.gateway.restarts,
-            preemptions=self.timeline.preemptions,
+            preemptions=counters.preemptions,
+            yields=counters.yields,
+            most_yields=self.timeline.most_yields,
+            quota_tokens=counters.quota_tokens,
+            overtakes=counters.overtakes,
+            chunk_tokens=self.spec.instance.engine.chunk_tokens,
             faults=self.injector.happened,
         )
 

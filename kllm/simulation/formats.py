@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 LONGEST_TEXT = 400  # characters of one setting, note or fault that a report shows
@@ -79,6 +80,29 @@ def load(value: float | None, native: float | None) -> str:
         return "" if native is None else f"{share(native)} of saturation"
     same = native is None or abs(value - native) < 5e-4 * native
     return f"{share(value)} of saturation" + ("" if same else f", {share(native)} at the trace's own times")
+
+
+def latency_rows(summary: dict[str, Any], titles: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(title, distribution) of each latency; where there are short and long prompts, TTFT of each of them too."""
+    classes = summary["prompt_classes"]
+    for key, title in titles.items():
+        yield title, summary[key]
+        if key == "ttft_s" and len(classes) > 1:
+            for name, figures in classes.items():
+                yield f"{title.split(' (')[0]}, {figures['requests']:,} {name} prompts", figures["ttft_s"]
+
+
+def fairness(summary: dict[str, Any]) -> str:
+    """How often prompts gave way and requests without room were passed; empty if neither happened."""
+    words = []
+    if summary["yields"]:
+        words.append(
+            f"long prompts gave way {summary['yields']:,} times (one of them {summary['most_yields']:,} times) and "
+            f"computed {count(summary['quota_tokens'])} tokens before others in return"
+        )
+    if summary["overtakes"]:
+        words.append(f"requests without room in the KV cache were passed {summary['overtakes']:,} times")
+    return "; ".join(words)
 
 
 def _digits(value: float) -> str:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from kllm.simulation import formats
 from kllm.simulation.charts import SIZE, Chart, fitting_axis, percent_axis
-from kllm.simulation.results import RequestOutcome
-from kllm.telemetry.statistics import percentile
+from kllm.simulation.results import FleetResult, RequestOutcome
+from kllm.telemetry.statistics import PromptClass, percentile, prompt_class
 
 _POINTS = 400  # of a distribution's curve
 _MARKED = (50, 95, 99)
@@ -18,15 +18,18 @@ _CELLS = (260, 110)  # dots across and down: two requests of one cell are one do
 
 def latency_cdf(
     title: str,
-    outcomes: Sequence[RequestOutcome],
+    result: FleetResult,
     key: Literal["ttft_s", "tpot_s"],
     figures: dict[str, Any],
     limit_ms: float | None,
 ) -> Chart | None:
-    """Share of completed requests that were at most this slow; None of nothing."""
-    values = sorted(
-        value for outcome in outcomes if outcome.ending == "completed" and (value := getattr(outcome, key)) is not None
-    )
+    """Share of completed requests that were at most this slow, TTFT for short and long prompts too where both are;
+    None of nothing."""
+    classes: dict[PromptClass, list[float]] = {"short": [], "long": []}
+    for outcome in result.outcomes:
+        if outcome.ending == "completed" and (value := getattr(outcome, key)) is not None:
+            classes[prompt_class(outcome.prompt_tokens, result.chunk_tokens)].append(value)
+    values = sorted(value for times in classes.values() for value in times)
     if not values:
         return None
     drawn = values if limit_ms is None else sorted([*values, limit_ms / 1e3])  # the limit is always on the axis
@@ -34,8 +37,12 @@ def latency_cdf(
     y = percent_axis("% of completed requests at most this slow")
     chart = Chart(title, x, y, css="tall")
     shares = [place / _POINTS for place in range(_POINTS + 1)]
+    if key == "ttft_s" and all(classes.values()):
+        for (name, times), css in zip(classes.items(), ("c", "b"), strict=True):
+            times.sort()
+            chart.line([percentile(times, share * 100) for share in shares], shares, css, f"{name} prompts")
     latencies = [percentile(values, share * 100) for share in shares]
-    chart.line(latencies, shares, "a")
+    chart.line(latencies, shares, "a", "all" if chart.legend else "")
     for percent in _MARKED:
         value = figures[f"p{percent}"]
         chart.point(value, percent / 100, "a", f"p{percent} {formats.seconds(value)}", above=percent != 99)

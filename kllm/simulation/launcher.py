@@ -162,6 +162,7 @@ class SimulatedLauncher:
             vocab_size=spec.vocab_size,
             num_blocks=spec.num_blocks,
             block_tokens=spec.engine.block_size,
+            chunk_tokens=spec.engine.chunk_tokens,
             max_num_seqs=spec.engine.max_num_seqs,
             start_seconds=seconds,
             operators="simulated",

@@ -145,6 +145,8 @@ def _key_figures(summary: dict[str, Any]) -> Iterable[tuple[str, str, str] | tup
             f"at {formats.dollars(cost['per_gpu_hour'])} a GPU-hour",
         )
     yield from _load_tile(summary)
+    if fairness := formats.fairness(summary):
+        yield "Gave way", f"{summary['yields'] + summary['overtakes']:,} times", fairness
 
 
 def _load_tile(summary: dict[str, Any]) -> Iterable[tuple[str, str, str, bool]]:
@@ -158,9 +160,9 @@ def _latency_table(summary: dict[str, Any]) -> str:
     head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
     rows = "".join(
         f"<tr><td>{title}</td>"
-        + "".join(f"<td>{formats.seconds(summary[key][column])}</td>" for column in _COLUMNS)
+        + "".join(f"<td>{formats.seconds(figures[column])}</td>" for column in _COLUMNS)
         + "</tr>"
-        for key, title in _LATENCIES.items()
+        for title, figures in formats.latency_rows(summary, _LATENCIES)
     )
     caption = "<h3>Latency of completed requests</h3>"
     return (
@@ -188,8 +190,8 @@ def _timelines(result: FleetResult) -> str:
 
 def _latencies(result: FleetResult, summary: dict[str, Any]) -> str:
     charts = [
-        latency_cdf("Time to first token", result.outcomes, "ttft_s", summary["ttft_s"], summary["slo"]["ttft_ms"]),
-        latency_cdf("Time per output token", result.outcomes, "tpot_s", summary["tpot_s"], summary["slo"]["tpot_ms"]),
+        latency_cdf("Time to first token", result, "ttft_s", summary["ttft_s"], summary["slo"]["ttft_ms"]),
+        latency_cdf("Time per output token", result, "tpot_s", summary["tpot_s"], summary["slo"]["tpot_ms"]),
     ]
     drawn = "".join(chart.html() for chart in charts if chart is not None)
     scatter = ttft_by_prompt(result.outcomes, summary["slo"]["ttft_ms"])
@@ -242,7 +244,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _footer(summary: dict[str, Any]) -> str:
     speed = summary["simulated_s"] / summary["wall_s"] if summary["wall_s"] else 0.0
-    told = ", ".join(f"{name}: {summary[name]:,}" for name in ("steps", "restarts", "preemptions"))
+    counted = ("steps", "restarts", "preemptions", "yields", "overtakes")
+    told = ", ".join(f"{name}: {summary[name]:,}" for name in counted)
     return (
         f"<footer>{told.capitalize()}. Simulated {formats.seconds(summary['simulated_s'])} "
         f"in {formats.seconds(summary['wall_s'])}, {formats.count(speed)} times real time. "

@@ -52,7 +52,8 @@ class FleetResult:
     """Everything a report is made of.
 
     trace_load: the trace's own arrival rate as a share of the fleet's saturation. load: that of this run.
-    cost_per_gpu_hour: dollars, None if not known. gpus: of all instances.
+    cost_per_gpu_hour: dollars, None if not known. gpus: of all instances. chunk_tokens: most prompt tokens of one
+    request in a step; prompts of at most so many are short. most_yields: of one request. quota_tokens: see EngineLoad.
     """
 
     outcomes: list[RequestOutcome]
@@ -64,6 +65,11 @@ class FleetResult:
     gpus: int
     restarts: int = 0
     preemptions: int = 0
+    yields: int = 0
+    most_yields: int = 0
+    quota_tokens: int = 0
+    overtakes: int = 0
+    chunk_tokens: int = 0
     trace_load: float | None = None
     load: float | None = None
     cost_per_gpu_hour: float | None = None

@@ -69,8 +69,11 @@ def simulate(
     config: SimulationConfig,
     on_progress: Progress = lambda now, done, total: None,
     decisions: TextIO | None = None,
+    extra: Sequence[Sample] = (),
 ) -> FleetResult:
-    """Run it. Raises TraceError, LoadError, CostError, FaultError or SimulationError for what cannot be done."""
+    """Run it. extra: sent besides what the config says, each at its own time; they come last in the outcomes.
+
+    Raises TraceError, LoadError, CostError, FaultError or SimulationError for what cannot be done."""
     if config.prefill is not None or config.decode is not None:
         raise SimulationError("separate prefill and decode instances do not exist yet: use instances")
     costs = _costs(config)
@@ -78,7 +81,7 @@ def simulate(
     load = make_load(
         config, costs.kv_tokens, lambda mean: config.instances * saturation_rate(mean, limits, costs.model)
     )
-    kept = fitting(load.samples, costs.max_model_len)
+    kept = fitting([*load.samples, *extra], costs.max_model_len)
     if not kept:
         raise SimulationError(f"no request fits the {costs.max_model_len} tokens of an instance; a scale may help")
     spec = _fleet_spec(config, costs, kept)
@@ -91,7 +94,7 @@ def simulate(
     result.settings = {"trace": config.trace, "instances": config.instances, **costs.settings, "seed": config.seed}
     result.settings |= {"saturation_rps": round(load.saturation_rps, 4), "routing": config.routing}
     result.notes = [*costs.notes, *load.notes]
-    if left_out := len(load.samples) - len(kept):
+    if left_out := len(load.samples) + len(extra) - len(kept):
         result.notes.append(f"{left_out} requests are left out: they exceed {costs.max_model_len} tokens")
     return result
 

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from typing import Any, get_args
 
 from kllm.simulation.results import Ending, FleetResult, InstanceSample, RequestOutcome
-from kllm.telemetry.statistics import PERCENTILES, Slo, distribution
+from kllm.telemetry.statistics import PERCENTILES, Slo, distribution, prompt_class
 
 _DISTRIBUTION = ("mean", *(f"p{percent}" for percent in PERCENTILES))
 _MOST_REASONS = 10
@@ -33,6 +33,7 @@ def summarise(result: FleetResult, slo: Slo) -> dict[str, Any]:
         "reasons": _reasons(result.outcomes),
         "retried": sum(outcome.attempts > 1 for outcome in result.outcomes),
         "ttft_s": _distribution([outcome.ttft_s for outcome in done if outcome.ttft_s is not None]),
+        "prompt_classes": _prompt_classes(done, result.chunk_tokens),
         "tpot_s": _distribution([outcome.tpot_s for outcome in done if outcome.tpot_s is not None]),
         "e2e_s": _distribution([outcome.end_s - outcome.arrival_s for outcome in done]),
         "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms, "share": _share(within, len(result.outcomes))},
@@ -47,6 +48,10 @@ def summarise(result: FleetResult, slo: Slo) -> dict[str, Any]:
         "cost": _cost(result, done),
         "steps": result.steps,
         "preemptions": result.preemptions,
+        "yields": result.yields,
+        "most_yields": result.most_yields,
+        "quota_tokens": result.quota_tokens,
+        "overtakes": result.overtakes,
         "restarts": result.restarts,
         "duration_s": _rounded(duration),
         "simulated_s": _rounded(result.simulated_s),
@@ -93,6 +98,17 @@ def _spans(samples: list[InstanceSample]) -> list[float]:
     times = [0.0, *(sample.time_s for sample in samples)]
     spans = [later - earlier for earlier, later in pairwise(times)]
     return spans if sum(spans) > 0 else [1.0] * len(samples)  # only one sample, at the start
+
+
+def _prompt_classes(done: Sequence[RequestOutcome], chunk_tokens: int) -> dict[str, dict[str, Any]]:
+    """Requests and TTFT of short prompts (at most a chunk) and long ones, of those classes that there are."""
+    times: dict[str, list[float]] = {"short": [], "long": []}
+    for outcome in done:
+        if outcome.ttft_s is not None:
+            times[prompt_class(outcome.prompt_tokens, chunk_tokens)].append(outcome.ttft_s)
+    return {
+        name: {"requests": len(values), "ttft_s": _distribution(values)} for name, values in times.items() if values
+    }
 
 
 def _endings(outcomes: Sequence[RequestOutcome]) -> dict[str, int]:

@@ -58,6 +58,8 @@ def key_figures(summary: dict[str, Any]) -> dict[str, str]:
         )
     events = {"restarts": summary["restarts"], "preemptions": summary["preemptions"]}
     rows["Steps"] = f"{summary['steps']:,}" + _list([f"{name}: {count:,}" for name, count in events.items() if count])
+    if fairness := formats.fairness(summary):
+        rows["Fairness"] = fairness
     rows["Simulated"] = f"{formats.seconds(summary['simulated_s'])} in {formats.seconds(summary['wall_s'])}"
     rows["Decisions"] = summary["decision_hash"]
     return rows
@@ -68,8 +70,8 @@ def _latency_table(summary: dict[str, Any]) -> Table:
     table.add_column("")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
-    for key, title in _LATENCIES.items():
-        table.add_row(title, *(formats.seconds(summary[key][column]) for column in _COLUMNS))
+    for title, figures in formats.latency_rows(summary, _LATENCIES):
+        table.add_row(title, *(formats.seconds(figures[column]) for column in _COLUMNS))
     return table
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+from kllm.cluster.slot import add_counters
+from kllm.messages import EngineLoad
 from kllm.simulation.launcher import SimulatedInstance, SimulatedLauncher
 from kllm.simulation.results import InstanceSample
 
@@ -20,7 +23,7 @@ class _Meter:
 class Timeline:
     """Looks at the instances themselves, not at what they report: a report is late, and lost with its instance.
 
-    steps, preemptions: totals over all incarnations seen."""
+    steps, counters: totals over all incarnations seen. most_yields: of one request."""
 
     def __init__(self, launchers: Sequence[SimulatedLauncher]) -> None:
         self.samples: list[InstanceSample] = []
@@ -34,8 +37,13 @@ class Timeline:
         return sum(instance.executor.steps for instance in self.instances if instance.executor is not None)
 
     @property
-    def preemptions(self) -> int:
-        return sum(i.scheduler.num_preemptions for i in self.instances if i.scheduler is not None)
+    def counters(self) -> EngineLoad:
+        loads = [instance.scheduler.load() for instance in self.instances if instance.scheduler is not None]
+        return functools.reduce(add_counters, loads, EngineLoad())
+
+    @property
+    def most_yields(self) -> int:
+        return max((i.scheduler.most_yields for i in self.instances if i.scheduler is not None), default=0)
 
     def take(self, now_s: float) -> None:
         for launcher, meter in zip(self._launchers, self._meters, strict=True):

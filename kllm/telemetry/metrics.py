@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kllm.telemetry.statistics import PROMPT_CLASSES, prompt_class
+
 PREFIX = "kllm:"
 VLLM_PREFIX = "vllm:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -54,7 +56,19 @@ class Load(Protocol):
     def kv_usage(self) -> float: ...
 
     @property
+    def blocked(self) -> int: ...
+
+    @property
     def preemptions(self) -> int: ...
+
+    @property
+    def yields(self) -> int: ...
+
+    @property
+    def quota_tokens(self) -> int: ...
+
+    @property
+    def overtakes(self) -> int: ...
 
     @property
     def prefix_queries(self) -> int: ...
@@ -111,6 +125,7 @@ class RequestMetrics:
         """Durations that the instance measured; they come with the first token."""
         self._metrics.observe("request_queue_time_seconds", queue_s)
         self._metrics.observe("request_prefill_time_seconds", prefill_s)
+        self._metrics.observe_wait(self._prompt_tokens, queue_s + prefill_s)
 
     def end(self, reason: str, now: float) -> None:
         """Only the first call counts."""
@@ -133,7 +148,8 @@ class Metrics:
 
     Gauges have a sample for each instance, whose index is the label `engine`; everything else is of the whole server,
     with the label 0. source: read at scrape time. cache_config: called then too, for the labels of cache_config_info.
-    vllm_names: export everything under the prefix vllm: as well.
+    chunk_tokens: called when a first token comes: a prompt of at most so many tokens is of the class short, others are
+    long; with 0 (not known) all are short. vllm_names: export everything under the prefix vllm: as well.
     """
 
     def __init__(
@@ -141,15 +157,22 @@ class Metrics:
         model_name: str,
         source: Source,
         cache_config: Callable[[], Mapping[str, str]],
+        chunk_tokens: Callable[[], int] = lambda: 0,
         vllm_names: bool = False,
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._labels = (model_name, "0")
+        self._chunk_tokens = chunk_tokens
         self._vllm_names = vllm_names
         self._histograms = {
             name: Histogram(PREFIX + name, text, LABELS, buckets=buckets, registry=self.registry).labels(*self._labels)
             for name, text, buckets in _HISTOGRAMS
         }
+        wait = Histogram(
+            PREFIX + "request_wait_seconds", "Time from the instance's receipt to the first token, by prompt class.",
+            (*LABELS, "class"), buckets=PHASE_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self._wait = {name: wait.labels(*self._labels, name) for name in PROMPT_CLASSES}
         self._prompt = self._counter("prompt_tokens", "Prompt tokens processed.")
         self._generated = self._counter("generation_tokens", "Tokens generated.")
         finished = Counter(
@@ -167,6 +190,9 @@ class Metrics:
 
     def observe(self, histogram: str, value: float) -> None:
         self._histograms[histogram].observe(value)
+
+    def observe_wait(self, prompt_tokens: int, seconds: float) -> None:
+        self._wait[prompt_class(prompt_tokens, self._chunk_tokens())].observe(seconds)
 
     def count_prompt(self, tokens: int) -> None:
         self._prompt.inc(tokens)
@@ -197,10 +223,22 @@ class _SourceCollector(Collector):
         loads, totals = self._source.loads, self._source.totals
         yield self._gauge("num_requests_running", "Requests in the running batch.", [x.running for x in loads])
         yield self._gauge("num_requests_waiting", "Requests waiting for a place.", [x.waiting for x in loads])
+        yield self._gauge(
+            "num_requests_blocked",
+            "Waiting requests that did not fit into the KV cache when they were tried last.",
+            [x.blocked for x in loads],
+        )
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", [x.kv_usage for x in loads])
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", totals.prefix_queries)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", totals.prefix_hits)
         yield self._counter("num_preemptions", "Preemptions.", totals.preemptions)
+        yield self._counter("num_prefill_yields", "Times that a long prompt gave way to others.", totals.yields)
+        yield self._counter(
+            "prefill_quota_tokens", "Prompt tokens that long prompts computed before others.", totals.quota_tokens
+        )
+        yield self._counter(
+            "num_overtakes", "Admissions past a request that did not fit into the KV cache.", totals.overtakes
+        )
         yield self._counter("instance_restarts", "Times that an instance was started again.", self._source.restarts)
         info = InfoMetricFamily(PREFIX + "cache_config", "How the KV cache is laid out.")
         info.add_metric((), dict(self._cache_config()) | dict(zip(LABELS, self._labels, strict=True)))

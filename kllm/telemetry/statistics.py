@@ -5,8 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 PERCENTILES = (50, 90, 95, 99)
+PromptClass = Literal["short", "long"]
+
+
+PROMPT_CLASSES: tuple[PromptClass, ...] = get_args(PromptClass)
+
+
+def prompt_class(prompt_tokens: int, chunk_tokens: int) -> PromptClass:
+    """Short: at most a chunk, so that one step can compute it. chunk_tokens: 0 if it is not known."""
+    return "long" if 0 < chunk_tokens < prompt_tokens else "short"
 
 
 @dataclass(frozen=True)

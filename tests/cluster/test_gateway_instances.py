@@ -14,6 +14,8 @@ from support.virtual_time import run
 from kllm.cluster.gateway import Gateway, InstanceFailed, RequestStream, Unavailable
 from kllm.cluster.request_stream import End
 from kllm.cluster.routing import RoundRobin
+from kllm.cluster.slot import add_counters
+from kllm.messages import EngineLoad
 
 
 def make_launchers(count: int) -> list[TaskLauncher]:
@@ -157,6 +159,15 @@ def test_loads_are_added_up() -> None:
             assert gateway.load.steps == gateway.totals.steps == sum(load.steps for load in gateway.loads) > 100
 
     run(main())
+
+
+def test_every_counter_is_added_up() -> None:
+    now = {"running", "waiting", "kv_usage", "kv_cached", "blocked", "sequence", "progress"}  # state, not counted
+    counters = [name for name in EngineLoad.__struct_fields__ if name not in now]
+    first = EngineLoad(**{name: 10 + place for place, name in enumerate(counters)})
+    second = EngineLoad(**{name: 100 * place for place, name in enumerate(counters)}, running=1, blocked=2)
+    expected = EngineLoad(**{name: 10 + 101 * place for place, name in enumerate(counters)})
+    assert add_counters(first, second) == expected
 
 
 def test_an_instance_whose_reports_stay_away_gets_nothing_new() -> None:

@@ -140,6 +140,7 @@ METRICS = [
     "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket",
     "request_decode_time_seconds_bucket", "request_prompt_tokens_bucket", "request_generation_tokens_bucket",
     "cache_config_info",
+    "num_requests_blocked", "num_prefill_yields_total", "num_overtakes_total", "request_wait_seconds_bucket",
 ]  # fmt: skip
 
 

@@ -115,6 +115,31 @@ def test_a_long_prompt_gets_more_often_a_turn_the_longer_it_has_given_way() -> N
     assert rounds.finished["long"] <= bound(20 * CHUNK, growth=1)
 
 
+@pytest.mark.parametrize("growth", [1, CHUNK])
+def test_a_long_prompt_passes_nobody_who_came_before_it(growth: int) -> None:
+    """Waiting for what came earlier earns nothing: nobody is served later than by first come, first served."""
+    finished = {}
+    for name, policy in (("fcfs", FirstCome()), ("fair", fair(growth))):
+        rounds = Rounds(policy, max_num_seqs=64)
+        for number in range(40):
+            rounds.arrive(f"short {number}", CHUNK)
+        rounds.arrive("long", 4 * CHUNK)
+        rounds.run_all()
+        finished[name] = rounds.finished
+    assert finished["fair"] == finished["fcfs"]
+
+
+def test_a_long_prompt_passes_those_that_made_it_give_way() -> None:
+    rounds = Rounds(fair(growth=CHUNK), max_num_seqs=64)
+    rounds.arrive("long", 3 * CHUNK)
+    for number in range(10):
+        rounds.arrive(f"short {number}", CHUNK)
+    rounds.run(1)
+    assert set(rounds.finished) == {"short 0"}
+    rounds.run_all()
+    assert rounds.finished["long"] <= 6, "a chunk is owed after round 1, two more after round 3"
+
+
 def test_long_prompts_in_progress_share() -> None:
     """Three equal long prompts, nothing else: none of them waits for the others to end."""
     rounds = Rounds(fair(growth=4))
@@ -131,9 +156,12 @@ def test_the_first_long_prompt_leads_while_none_has_given_way_long() -> None:
     rounds = Rounds(fair(growth=1))
     rounds.arrive("x", 10 * CHUNK)
     rounds.arrive("y", 10 * CHUNK)
+    rounds.run(8)
+    assert set(rounds.computed) == {"x"}, "1 + 2 + … + 7 < 32 <= 1 + 2 + … + 8"
+    rounds.run()
+    assert set(rounds.computed) == {"x", "y"}
     rounds.run_all()
     assert rounds.finished["x"] < rounds.finished["y"] == 20
-    assert rounds.finished["x"] <= 14
 
 
 def test_quota_comes_from_the_kv_budget() -> None:
@@ -163,15 +191,17 @@ def test_a_prompt_that_is_mostly_cached_is_short() -> None:
     assert rounds.finished["next turn"] == rounds.round
 
 
-def bound(tokens: int, *, growth: int, earlier: Sequence[int] = (), in_progress: int = 1) -> int:
+def bound(tokens: int, *, growth: int, earlier: Sequence[int] = (), short: int = 0, in_progress: int = 1) -> int:
     """Rounds after which a long prompt in progress is computed: the law in FairShare's docstring.
 
-    earlier: tokens of the others that were in progress before it. in_progress: at once, at most."""
-    yields = 0
-    while growth * yields * (yields + 1) // 2 < tokens + CHUNK:
-        yields += 1
+    earlier: tokens of the long ones that were in progress before it. short: tokens of the short ones that had come.
+    in_progress: at once, at most."""
     computing = 2 * ceil(tokens / CHUNK)
-    return computing + yields + sum(ceil(other / CHUNK) for other in earlier) + (in_progress - 1) * (computing + 1)
+    others = sum(2 * ceil(other / CHUNK) for other in earlier) + (in_progress - 1) * (computing + 1)
+    yields = 0
+    while growth * yields * (yields + 1) // 2 < tokens + (others + 1) * CHUNK:
+        yields += 1
+    return computing + 2 * ceil(short / CHUNK) + others + yields
 
 
 prompts = st.one_of(st.integers(1, CHUNK), st.integers(CHUNK + 1, 12 * CHUNK))
@@ -238,7 +268,8 @@ def test_long_prompts_in_progress_end_within_the_bound(load: list[tuple[int, int
         run(gap)
         earlier = [before * CHUNK for _, before in load[:number]]
         rounds.arrive(f"long {number}", chunks * CHUNK)
-        allowed = bound(chunks * CHUNK, growth=growth, earlier=earlier, in_progress=len(load))
+        short = CHUNK * sum(name.startswith("short") and name not in rounds.finished for name in rounds.firsts)
+        allowed = bound(chunks * CHUNK, growth=growth, earlier=earlier, short=short, in_progress=len(load))
         limits.append(rounds.round + allowed)
     while rounds.round < max(limits) and (crowded or rounds.scheduler.num_unfinished):
         run(1)

@@ -69,6 +69,7 @@ def test_everything_is_on_it():
         *("Goodput", "Prefix hit rate", "Cost", "Busy", "Load", "Waiting", "Running batch", "In service"),
         *("Instance 3", "simulated time, min", "requests per second", "% of completed requests at most this slow"),
         *("Time to first token by prompt length", "prompt, tokens", "crash 1", "slow 2", "c0ffee" * 8),
+        *("Gave way", "1,243 times", "short prompts", "long prompts", "yields: 1,234, overtakes: 9"),
     ):
         assert words in reader.text
     assert reader.count("figure") == 6 + 4 + 2 + 1

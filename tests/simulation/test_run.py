@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -51,6 +52,17 @@ def test_made_up_loads(trace: str) -> None:
     assert [outcome.ending for outcome in result.outcomes] == ["completed"] * 30
     reused = sum(outcome.cached_tokens for outcome in result.outcomes)
     assert (reused > 0) == (trace in ("shared-prefix", "sessions"))
+
+
+def test_long_prompts_give_way_where_the_policy_says_so() -> None:
+    load = {"trace": "long-short", "num_prompts": 60, "request_rate": 10.0, "load": 0.9, "input_len": 1000}
+    load |= {"long_input_len": 60_000, "max_num_batched_tokens": 2048, "instances": 1}
+    fair, first_come = (run_small(**load, scheduling_policy=policy) for policy in ("fair", "fcfs"))
+    assert fair.yields >= fair.most_yields > 0
+    assert fair.chunk_tokens == 2048
+    assert (first_come.yields, first_come.most_yields, first_come.quota_tokens) == (0, 0, 0)
+    waits = [mean(o.ttft_s or 0 for o in run.outcomes if o.prompt_tokens <= 2048) for run in (fair, first_come)]
+    assert waits[0] < waits[1] / 2
 
 
 def test_sessions_without_a_common_clock_start_as_a_poisson_process() -> None:

@@ -27,7 +27,7 @@ def make_empty(**changes: object) -> FleetResult:
 
 
 def printed(summary: dict) -> str:
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=200)
     print_summary(summary, console)
     return console.file.getvalue()
 
@@ -114,12 +114,34 @@ def test_the_order_of_samples_does_not_matter():
     assert instance_figures(result.samples[::-1]) == instance_figures(result.samples)
 
 
+def test_waits_of_short_and_long_prompts():
+    result = make_result()
+    classes = summarise(result, Slo())["prompt_classes"]
+    done = [outcome for outcome in result.outcomes if outcome.ending == "completed"]
+    short = [one.ttft_s for one in done if one.prompt_tokens <= result.chunk_tokens]
+    long = [one.ttft_s for one in done if one.prompt_tokens > result.chunk_tokens]
+    assert (classes["short"]["requests"], classes["long"]["requests"]) == (len(short), len(long))
+    assert classes["short"]["ttft_s"]["mean"] == pytest.approx(statistics.fmean(short), rel=1e-5)
+    assert classes["long"]["ttft_s"]["p95"] == pytest.approx(float(np.percentile(long, 95)), rel=1e-5)
+    assert f"Time to first token, {len(long)} long prompts" in printed(summarise(result, Slo()))
+
+
+def test_without_long_prompts_there_is_one_class():
+    result = make_result()
+    result.chunk_tokens = 10**6
+    summary = summarise(result, Slo())
+    assert list(summary["prompt_classes"]) == ["short"]
+    assert "short prompts" not in printed(summary)
+
+
 def test_a_run_without_requests_has_figures_too():
     summary = summarise(make_empty(), Slo(1, 1))
     assert summary["ttft_s"] == dict.fromkeys(("mean", "p50", "p90", "p95", "p99"))
     assert summary["goodput_rps"] == 0
     assert summary["cost"] is None
+    assert summary["prompt_classes"] == {}
     assert "0 of 0" in printed(summary)
+    assert "Fairness" not in printed(summary)
 
 
 def test_the_table_says_what_happened():
@@ -129,6 +151,8 @@ def test_the_table_says_what_happened():
         "TTFT ≤ 2 s and TPOT ≤ 50 ms",
         "80.0 % of saturation, 31.0 % at the trace's own times",
         "100 crash 1",
+        "long prompts gave way 1,234 times (one of them 56 times) and computed 78,000 tokens before others",
+        "requests without room in the KV cache were passed 9 times",
     ):
         assert words in text
     assert "c0ffee" in text

@@ -25,25 +25,40 @@ DASHBOARD = [
     "prefix_cache_queries",
     "prefix_cache_hits",
     "num_preemptions",
+    "num_requests_blocked",
+    "num_prefill_yields",
+    "prefill_quota_tokens",
+    "num_overtakes",
+    "request_wait_seconds",
     "cache_config_info",
     "instance_restarts",
 ]
 
 
 def source() -> SimpleNamespace:
-    load = SimpleNamespace(running=3, waiting=2, kv_usage=0.25, preemptions=1, prefix_queries=9, prefix_hits=4)
+    gauges = {"running": 3, "waiting": 2, "blocked": 1, "kv_usage": 0.25}
+    counters = {
+        "preemptions": 1,
+        "prefix_queries": 9,
+        "prefix_hits": 4,
+        "yields": 6,
+        "quota_tokens": 640,
+        "overtakes": 8,
+    }
+    load = SimpleNamespace(**gauges, **counters)
     return SimpleNamespace(loads=[load], totals=load, restarts=7)
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
-    """(name, finished_reason or le) to value."""
+    """(name, finished_reason or le, after the class if there is one) to value."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             labels = sample.labels
             assert labels["model_name"] == "m"
             assert labels["engine"] == "0"
-            found[sample.name, labels.get("finished_reason", labels.get("le", ""))] = sample.value
+            parts = [labels[name] for name in ("class", "finished_reason", "le") if name in labels]
+            found[sample.name, " ".join(parts)] = sample.value
     return found
 
 
@@ -66,11 +81,15 @@ def test_figures_of_the_source_are_read_at_scrape_time() -> None:
     assert found["kllm:kv_cache_usage_perc", ""] == 0.25
     assert found["kllm:num_preemptions_total", ""] == 1
     assert found["kllm:instance_restarts_total", ""] == 7
+    assert found["kllm:num_requests_blocked", ""] == 1
+    assert found["kllm:num_prefill_yields_total", ""] == 6
+    assert found["kllm:prefill_quota_tokens_total", ""] == 640
+    assert found["kllm:num_overtakes_total", ""] == 8
 
 
 def test_every_instance_has_its_gauges() -> None:
     figures = source()
-    figures.loads.append(SimpleNamespace(running=1, waiting=0, kv_usage=0.5))
+    figures.loads.append(SimpleNamespace(running=1, waiting=0, blocked=0, kv_usage=0.5))
     families = {f.name: f for f in text_string_to_metric_families(Metrics("m", figures, dict).render().decode())}
     running = families["kllm:num_requests_running"].samples
     assert [(sample.labels["engine"], sample.value) for sample in running] == [("0", 3), ("1", 1)]
@@ -101,6 +120,20 @@ def test_life_of_a_request() -> None:
     assert found["kllm:generation_tokens_total", ""] == 3
     assert found["kllm:request_success_total", "stop"] == 1
     assert found["kllm:request_success_total", "abort"] == 0
+
+
+def test_waits_are_told_apart_by_prompt_length() -> None:
+    chunk = 0
+    metrics = Metrics("m", source(), dict, lambda: chunk)
+    metrics.request(900, 0.0).timings(0.5, 0.5)  # the chunk is not known yet
+    chunk = 512
+    for tokens in (1, 512, 513, 4000):
+        metrics.request(tokens, 0.0).timings(1.0, tokens / 1000)
+    found = samples(metrics)
+    assert found["kllm:request_wait_seconds_count", "short"] == 3
+    assert found["kllm:request_wait_seconds_sum", "short"] == 1.0 + 1.001 + 1.512
+    assert found["kllm:request_wait_seconds_count", "long"] == 2
+    assert found["kllm:request_wait_seconds_bucket", "long 2.0"] == 1
 
 
 def test_first_push_of_several_tokens_shares_nothing() -> None:
