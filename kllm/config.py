@@ -81,7 +81,7 @@ class EngineConfig(Config):
         "longer ones give way at chunk ends and get more the longer they have.",
     )
     fair_growth: float = Field(
-        1 / 64, gt=0, le=1, description="fair: what a long prompt is owed for giving way n times, over n, in chunks."
+        1 / 32, gt=0, le=1, description="fair: what a long prompt is owed for giving way n times, over n, in chunks."
     )
     fair_kv_share: float = Field(
         0.5, gt=0, le=1, description="fair: share of the KV cache that long prompts in progress may need together."

@@ -44,7 +44,7 @@ class SimulationConfig(WorkloadConfig):
     prefill_chunk: int | None = Field(None, ge=1, description="Most prompt tokens of one request in one step.")
     max_model_len: int | None = Field(None, ge=2, description="Longest prompt plus output; the model's by default.")
     scheduling_policy: Literal["fcfs", "priority", "fair"] = Field("fair", description="Order of prompts.")
-    fair_growth: float = Field(1 / 64, gt=0, le=1, description="fair: owed for giving way n times, over n, in chunks.")
+    fair_growth: float = Field(1 / 32, gt=0, le=1, description="fair: owed for giving way n times, over n, in chunks.")
     fair_kv_share: float = Field(0.5, gt=0, le=1, description="fair: share of the KV cache for long prompts.")
     max_overtakes: int = Field(64, ge=0, description="How often a request that does not fit may be passed.")
     enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
