@@ -78,4 +78,5 @@ def _work(rows: float, tokens: float, context: float, request: MeanRequest, top_
         context=round(rows * context + (request.input if tokens > 0 else 0)),
         attended=round(attended),
         selected=round(selected),
+        longest=max(1, round(min(tokens, request.input - request.cached))),
     )
