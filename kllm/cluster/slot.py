@@ -187,7 +187,9 @@ class Slot:
         try:
             handle = await self._launch()
         except InstanceFailed as error:
-            logger.error("instance %d could not be started: %s", self.index, error)
+            # Where all first starts fail, whoever waits for the gateway's start says so.
+            level = logging.ERROR if self._started else logging.INFO
+            logger.log(level, "instance %d could not be started: %s", self.index, error)
             self.failures += 1
             if not self._started:
                 self._started, self.error = True, str(error)
