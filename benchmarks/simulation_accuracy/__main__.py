@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2", help="alias or path")
     parser.add_argument("--num-kv-blocks", type=int, default=4096, help="of the server and of the simulated instance")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds of all loads")
+    parser.add_argument("--repeats", type=int, default=4, help="rounds of all loads")
     parser.add_argument("--seeds", type=int, default=5, help="of the simulation's noise")
     parser.add_argument("--quick", action="store_true", help="loads of a few seconds")
     parser.add_argument("--json", type=Path, help="file for the results")
