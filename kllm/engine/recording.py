@@ -10,6 +10,7 @@ goes on: what committing, answering and planning took. Absent otherwise, since t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from pathlib import Path
@@ -20,6 +21,8 @@ from kllm.costs.step import StepWork
 from kllm.engine.executor import Executor, StepFuture
 from kllm.scheduling.plan import Late, Plan, StepResult
 from kllm.scheduling.plan_rows import PlanRows
+
+logger = logging.getLogger(__name__)
 
 
 class RecordedStep(msgspec.Struct, omit_defaults=True):
@@ -59,7 +62,16 @@ class RecordingExecutor:
         gap = now - result.elapsed_s - self._ended
         self._ended = now
         idle = max(gap, 0.0) if goes_on and self.depth == 1 else None
-        self._file.write(self._encode(RecordedStep(work, result.elapsed_s, idle)) + b"\n")
+        if not self._file.closed:
+            self._write(RecordedStep(work, result.elapsed_s, idle))
+
+    def _write(self, step: RecordedStep) -> None:
+        """A recording that cannot go on ends; the steps do."""
+        try:
+            self._file.write(self._encode(step) + b"\n")
+        except OSError as error:
+            logger.error("the recording of steps ends: %s: %s", self._file.name, error.strerror)
+            self._file.close()
 
     def bind(self, plan_id: int, late: Late) -> None:
         self._executor.bind(plan_id, late)

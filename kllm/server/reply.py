@@ -12,20 +12,18 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kllm.request import Request
 from kllm.server.errors import ClientDisconnected, json_response, log_failure, to_api_error
+from kllm.server.events import DONE, sse_event
 from kllm.server.generation import Piece, Result
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.encode
 
 
 @dataclass(slots=True)
@@ -139,7 +137,7 @@ async def events(
         chunk = {**head, "choices": [choice], **extra}
         if job.usage or job.each_usage:
             chunk["usage"] = job.usage_body() if job.each_usage else None
-        return b"data: " + _encode(chunk) + b"\n\n"
+        return sse_event(chunk)
 
     async with aclosing(pieces):
         try:
@@ -152,12 +150,12 @@ async def events(
                 if data := data + event(form.delta(piece), {}):
                     yield data
             if job.usage:
-                yield b"data: " + _encode({**head, "choices": [], "usage": job.usage_body()}) + b"\n\n"
+                yield sse_event({**head, "choices": [], "usage": job.usage_body()})
         except Exception as error:
             told = to_api_error(error, job.request_id)
             if told.status == 500:
                 log_failure(logger, error, job.request_id)
-            yield b"data: " + _encode(told.body()) + b"\n\n"
+            yield sse_event(told.body())
         yield DONE
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from support.gateways import assert_complete, make_gateway, read, started
+from support.lossy_link import Weather
 from support.scripted_instance import (
     HELLO,
     LATE_POISON,
@@ -19,7 +20,7 @@ from support.virtual_time import run
 
 from kllm.cluster.gateway import InstanceFailed, QueueFull, Unavailable
 from kllm.cluster.request_stream import End
-from kllm.messages import PROTOCOL_VERSION, Starting
+from kllm.messages import PROTOCOL_VERSION, Message, Starting, Submit
 
 # --- start ---
 
@@ -246,6 +247,33 @@ def test_a_death_is_invisible_but_for_a_pause() -> None:
             assert len(submit.outputs) >= 5
             assert submit.request.params.seed == stream.request.params.seed
             assert submit.request.params.prompt_logprobs is None
+            assert gateway.restarts == 1
+
+    run(main())
+
+
+def test_a_request_that_no_link_can_carry_fails_alone() -> None:
+    """It ends while those that wait with it are being handed out."""
+
+    def too_large(message: Message) -> bool:
+        if isinstance(message, Submit) and message.request.request_id == "large":
+            raise ValueError("a message of 5 GB is larger than allowed")
+        return False
+
+    async def main() -> None:
+        launcher = TaskLauncher(weather=Weather(drop=too_large))
+        async with started(launcher) as gateway:
+            launcher.instances[0].kill()
+            await asyncio.sleep(0.1)
+            assert not gateway.ready
+            names = ("before", "large", "after", "last")
+            streams = {name: gateway.generate(make_request(name, max_tokens=20, ignore_eos=True)) for name in names}
+            deltas = {name: await read(stream) for name, stream in streams.items()}
+            assert [(delta.finish_reason, delta.error) for delta in deltas.pop("large")] == [
+                ("error", "a message of 5 GB is larger than allowed")
+            ]
+            for name, received in deltas.items():
+                assert_complete(streams[name], received)
             assert gateway.restarts == 1
 
     run(main())

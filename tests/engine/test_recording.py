@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from kllm.engine.recording import RecordedStep, RecordingExecutor
 from kllm.request import SamplingParams
@@ -58,3 +59,14 @@ def test_steps_are_written_as_they_end(tmp_path: Path) -> None:
     assert all(step.seconds == 0.25 for step in steps)
     assert inner.bound == [1]
     assert inner.closed
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    executor = RecordingExecutor(InstantExecutor(), Path("/dev/full"))
+    for number in range(2):
+        plan = Plan(number, [RowStep(0, 2, [], sample=False)], [new_row(0, 6)] if number == 0 else [])
+        assert executor.submit(plan).result().elapsed_s == 0.25
+    executor.close()
+    assert [record.message for record in caplog.records] == [
+        "the recording of steps ends: /dev/full: No space left on device"
+    ]

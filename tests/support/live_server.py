@@ -133,7 +133,7 @@ class LiveServer:
             if response.status_code != 200:
                 response.read()
                 raise AssertionError(response.text)
-            yield EventReader(event_lines(response))
+            yield EventReader(response.iter_lines())
 
     def complete(self, body: dict[str, Any], path: str = TEXT) -> Output:
         """A whole stream, undisturbed, as one output."""
@@ -200,14 +200,6 @@ class Output:
         elif logprobs is not None:
             columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
             self.logprobs += zip(*(logprobs[column] for column in columns), strict=True)
-
-
-def event_lines(response: httpx.Response) -> Iterator[str]:
-    """Lines as server-sent events have them: `iter_lines` would also split at U+2028 and its like inside of a text."""
-    pending = ""
-    for text in response.iter_text():
-        *lines, pending = (pending + text).split("\n")
-        yield from lines
 
 
 class EventReader:
