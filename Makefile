@@ -1,6 +1,7 @@
 # Everything a newcomer, a developer and CI need. Targets may be repeated: what is done already is skipped.
 #
 #   make serve          install, fetch the small default model, serve it on http://127.0.0.1:8000
+#   make mooncake       what L3 in Mooncake needs: the package, and on Debian its shared libraries if run as root
 #   make test           unit, numeric and end-to-end tests that are not slow
 #   make test-slow      the slow ones
 #   make test-faults    a thousand seeded fault schedules over a simulated fleet
@@ -31,6 +32,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 INSTALLED := $(VENV)/.installed
 DEVELOP := $(VENV)/.develop
 ORACLE := $(ORACLE_VENV)/.installed
+MOONCAKE := $(VENV)/.mooncake
 
 # $(call make_venv,FOLDER): a virtual environment with torch in it, which goes first and alone: the constraint then
 # holds that very build, whatever the index offers to the packages that follow.
@@ -41,7 +43,7 @@ define make_venv
 endef
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install develop oracle serve test test-slow test-faults lint format bench bench-peers clean
+.PHONY: help install develop oracle mooncake serve test test-slow test-faults lint format bench bench-peers clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +51,7 @@ help:
 install: $(INSTALLED)
 develop: $(DEVELOP)
 oracle: $(ORACLE)
+mooncake: $(MOONCAKE)
 
 $(INSTALLED): $(SOURCES)
 	$(call make_venv,$(VENV))
@@ -64,6 +67,22 @@ $(DEVELOP): $(SOURCES)
 $(ORACLE): tests/oracles/requirements.txt constraints.txt
 	$(call make_venv,$(ORACLE_VENV))
 	$(ORACLE_VENV)/bin/pip install $(PIP_OPTIONS) --requirement tests/oracles/requirements.txt
+	@touch $@
+
+MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1 libcurl4
+print_extra = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])
+
+# Not as '.[mooncake]', which would build the native operators again. The last line is the check: the library loads.
+$(MOONCAKE): pyproject.toml | $(INSTALLED)
+	$(BIN)/python -c '$(call print_extra,mooncake)' | xargs $(BIN)/pip install $(PIP_OPTIONS) --constraint constraints.txt
+	if ! $(BIN)/python -c 'import mooncake.store' 2>/dev/null; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update && apt-get install --yes --no-install-recommends $(MOONCAKE_LIBRARIES); \
+	  else \
+	    echo "Mooncake lacks shared libraries; on Debian: sudo apt-get install $(MOONCAKE_LIBRARIES)" >&2; \
+	  fi; \
+	fi
+	$(BIN)/python -c 'import mooncake.store'
 	@touch $@
 
 serve: $(INSTALLED)

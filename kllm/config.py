@@ -10,7 +10,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+
+from kllm.events_config import KVEventsConfig
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -25,9 +27,22 @@ def parse_bytes(value: object) -> object:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def parse_kv_events(value: object) -> object:
+    """JSON text to a KVEventsConfig. Raises ValueError that names the field of it that is wrong."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return KVEventsConfig.from_json(value)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("kv_events_config: ")) from error
+
+
 KV_CACHE_SHARE = 0.25  # of available memory, where no size is given; all instances of a server together
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+KVEvents = Annotated[
+    KVEventsConfig, BeforeValidator(parse_kv_events), PlainSerializer(lambda config: config.model_dump_json(), str)
+]
 
 
 class Config(BaseModel):
@@ -75,6 +90,48 @@ class EngineConfig(Config):
         None, ge=1, description="Most prompt tokens of one request in one step; no limit of its own by default."
     )
     enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
+    cache_eviction: Literal["lru", "value"] = Field(
+        "value",
+        description="Which cached prefixes go first when the KV cache is full: lru, those not used for longest, or "
+        "value, which lets those stay longer that are likely to be used again, dear to compute, or have no copy below.",
+    )
+    l2_memory: Bytes = Field(
+        0, ge=0, description="Host memory for KV blocks below the KV cache (L2), such as 8GiB; 0: none."
+    )
+    l2_write: Literal["through", "selective", "back"] = Field(
+        "through",
+        description="When blocks are copied to L2: as soon as they are computed, once l2_min_reuse requests used them, "
+        "or when they are about to be evicted.",
+    )
+    l2_min_reuse: int = Field(2, ge=2, description="l2_write selective: requests that must have used a block.")
+    l3: str | None = Field(
+        None,
+        description="Store of KV blocks that instances share and that outlives them (L3): a folder on a local disk, "
+        "or mooncake://HOST:PORT.",
+    )
+    l3_capacity: Bytes = Field(
+        20 * 2**30,
+        ge=2**20,
+        description="Most bytes that L3 takes on the disk, or that this instance adds to Mooncake.",
+    )
+    l3_min_reuse: int = Field(
+        1, ge=1, description="Requests that must have used a block before it goes to L3; 1: all blocks go."
+    )
+    fetch: Literal["predicted", "always"] = Field(
+        "predicted",
+        description="What is brought up from L2 and L3: blocks predicted to be cheaper fetched than computed, or all.",
+    )
+    fetch_base_s: float = Field(
+        0.25, ge=0, description="Seconds that a request waits for L2 and L3 before it computes instead."
+    )
+    fetch_per_kilotoken_s: float = Field(
+        0.1, ge=0, description="More of them, for each 1,000 tokens of its prompt that are not in the KV cache."
+    )
+    kv_events_config: KVEvents | None = Field(
+        None,
+        description='JSON as for vLLM, such as {"enable_kv_cache_events": true}: publish what enters and leaves the '
+        "caches, from port 5557 on; each instance has a port of its own (docs/cache-events.md).",
+    )
     scheduling_policy: Literal["fcfs", "priority", "fair"] = Field(
         "fair",
         description="Order of prompts: fcfs, by priority, or fair: those of at most one chunk go first, "
@@ -110,6 +167,23 @@ class EngineConfig(Config):
         None, description="File that gets a line for every step: what it computed and how long it took."
     )
 
+    @model_validator(mode="after")
+    def _tiers_cache_prefixes(self) -> EngineConfig:
+        if self.lower_tiers and not self.enable_prefix_caching:
+            raise ValueError("l2_memory and l3 keep cached prefixes, so they need enable_prefix_caching")
+        if self.publishes_events and not self.enable_prefix_caching:
+            raise ValueError("kv_events_config is about cached prefixes, so it needs enable_prefix_caching")
+        return self
+
+    @property
+    def publishes_events(self) -> bool:
+        return self.kv_events_config is not None and self.kv_events_config.on
+
+    @property
+    def lower_tiers(self) -> bool:
+        """There is a cache below the device's."""
+        return self.l2_memory > 0 or self.l3 is not None
+
     @property
     def chunk_tokens(self) -> int:
         """Most prompt tokens of one request in one step. A prompt of at most so many is short."""
@@ -128,6 +202,11 @@ class ServerConfig(Config):
         "least-loaded", description="Which instance gets a request: the one with the fewest, or each in turn."
     )
     api_key: list[str] = Field([], description="Keys that clients must send as a bearer token; may be repeated.")
+    share_cache_between_keys: bool = Field(
+        False,
+        description="Let clients with different API keys find each other's cached prefixes. Off, every key has a cache "
+        "of its own as soon as there are several.",
+    )
     served_model_name: list[str] = Field([], description="Names the model answers to; the first is reported.")
     chat_template: str | None = Field(None, description="File with a Jinja chat template, instead of the model's.")
     max_queue: int = Field(1024, ge=1, description="Most requests accepted at once; more get 429 with Retry-After.")

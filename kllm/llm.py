@@ -34,6 +34,10 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         options.setdefault("max_num_batched_tokens", 2048)  # nobody waits between steps: larger ones are cheaper
         config = EngineConfig(model=model, **options)
+        if config.lower_tiers:
+            raise ValueError("l2_memory and l3 need a server (kllm serve): here nothing runs between two calls")
+        if config.publishes_events:
+            raise ValueError("kv_events_config needs a server (kllm serve)")
         source = resolve(model)
         self.tokenizer = load_tokenizer(source)
         self._engine = load_engine(config, source, self.tokenizer)

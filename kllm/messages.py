@@ -1,7 +1,7 @@
 """What a gateway and an instance say to each other. Versioned; encoded as msgpack, never pickle.
 
-Down (gateway to instance): Submit, Abort, Drain, Ping.
-Up (instance to gateway): Starting, Hello, Deltas, EngineLoad, Drained, Failed.
+Down (gateway to instance): Submit, Abort, Drain, Ping, ClearCache.
+Up (instance to gateway): Starting, Hello, Deltas, EngineLoad, CacheCleared, Drained, Failed.
 Messages carry durations and ages, never timestamps: every node has its own clock.
 
 A link may lose, repeat or reorder messages. (attempt, index) in a Delta and the attempt in Submit and Abort make
@@ -14,8 +14,9 @@ from __future__ import annotations
 import msgspec
 
 from kllm.request import Delta, Request
+from kllm.telemetry.tier_counts import TierCounts
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,6 +49,14 @@ class Drain(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drain")
 class Ping(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ping"):
     """Sign of life of the gateway, every second from Hello on. An instance that has had one and then hears nothing for
     as long as its lease ends, as if its link had closed."""
+
+
+class ClearCache(Message, frozen=True, kw_only=True, omit_defaults=True, tag="clear-cache"):
+    """Forget every cached prefix that no request uses, on the device and in host memory; with `store`, in the shared
+    store too. Answered with CacheCleared."""
+
+    token: str
+    store: bool = False
 
 
 class Starting(Message, frozen=True, kw_only=True, omit_defaults=True, tag="starting"):
@@ -101,11 +110,26 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     overtakes: int = 0  # admissions past a request that did not fit
     blocked: int = 0  # waiting requests that did not fit when they were tried last
     prefix_queries: int = 0  # tokens looked up in the prefix tree
-    prefix_hits: int = 0  # tokens found there
+    prefix_hits: int = 0  # tokens found there, those brought from lower tiers included
+    l2_hits: int = 0  # tokens of them that were brought from host memory
+    l3_hits: int = 0  # and from the store
+    wasted: int = 0  # blocks brought and gone again when their request was admitted
+    tiers: TierCounts | None = None  # None: there are no lower tiers
+    events_sent: int = 0  # messages about the cache, whether or not anybody is subscribed
+    events_dropped: int = 0  # batches of events that were given up
     steps: int = 0
     step_s: float = 0.0  # total duration of the steps so far
     sequence: int = 0
     progress: dict[str, tuple[int, int]] | None = None
+
+
+class CacheCleared(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cache-cleared"):
+    """The answer to the ClearCache of this token. complete: nothing is cached any more; else requests still use some.
+    error: why the store could not be cleared."""
+
+    token: str
+    complete: bool
+    error: str | None = None
 
 
 class Drained(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drained"):
@@ -118,8 +142,8 @@ class Failed(Message, frozen=True, kw_only=True, omit_defaults=True, tag="failed
     error: str
 
 
-Down = Submit | Abort | Drain | Ping
-Up = Starting | Hello | Deltas | EngineLoad | Drained | Failed
+Down = Submit | Abort | Drain | Ping | ClearCache
+Up = Starting | Hello | Deltas | EngineLoad | CacheCleared | Drained | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _down = msgspec.msgpack.Decoder(Down)

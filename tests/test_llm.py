@@ -140,3 +140,11 @@ def test_an_exception_in_the_callback_leaves_nothing(llm: LLM) -> None:
 
 def test_empty_batch(llm: LLM) -> None:
     assert llm.generate([], greedy(), progress=False) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"l2_memory": "1GiB"}, {"l3": "folder"}, {"kv_events_config": {"enable_kv_cache_events": True}}]
+)
+def test_what_needs_a_server_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="kllm serve"):
+        LLM("no such model", **options)

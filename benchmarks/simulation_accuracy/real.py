@@ -92,15 +92,18 @@ class Server:
 
 
 @contextmanager
-def serve(config: EngineConfig) -> Iterator[Server]:
-    """A server of its own, stopped at the end. Raises ServerFailed."""
+def serve(config: EngineConfig, more: Sequence[str] = ()) -> Iterator[Server]:
+    """A server of its own, stopped at the end. more: further flags of `kllm serve`. Raises ServerFailed."""
     with tempfile.TemporaryDirectory(prefix="kllm-accuracy-") as folder:
         recording = Path(folder) / "steps.jsonl"
         knobs = config.model_dump(exclude_defaults=True, exclude={"model"})
         flags = [part for name, value in knobs.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         command = [sys.executable, "-m", "kllm.cli", "serve", config.model, "--port", "0", "--log-level", "error"]
         process = subprocess.Popen(
-            [*command, "--record-steps", str(recording), *flags], stdout=subprocess.PIPE, text=True, env=os.environ
+            [*command, "--record-steps", str(recording), *flags, *more],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ,
         )
         watchdog = threading.Timer(START_S, process.kill)
         watchdog.start()

@@ -6,15 +6,52 @@ What one request holds, in token order:
                          ▲                f: filling, private; full ones enter the tree when their plan commits
                     cursor.depth          p: the last one, partly filled
 
-Nothing here knows how many bytes a block has or where it lies.
+Nothing here knows how many bytes a block has or where it lies. Blocks of the tree have names (block_hash) where there
+are lower tiers, or others who want to know what is cached.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from typing import Protocol
 
+from kllm.cache.block_hash import chain, root_hash
 from kllm.cache.block_pool import FILLING, READY, BlockPool
+from kllm.cache.events import BlockRemoved, BlockStored, EventSink, Medium
+from kllm.cache.eviction import EvictionName, make_policy
 from kllm.cache.prefix_tree import PrefixCursor, PrefixTree
+
+
+class LowerTiers(Protocol):
+    """What lies below the device (TieredCache), as the KVManager tells it what happens. Every method returns at once.
+
+    lending: it holds blocks for a while. copying: into some of them a copy runs, which is over soon.
+    counts_uses: it wants to be told what is used.
+    """
+
+    @property
+    def lending(self) -> bool: ...
+
+    @property
+    def copying(self) -> bool: ...
+
+    @property
+    def counts_uses(self) -> bool: ...
+
+    def computed(self, hashes: Sequence[bytes]) -> None: ...
+
+    def used(self, hashes: list[bytes]) -> None: ...
+
+    def evicted(self, hashes: Sequence[bytes]) -> None: ...
+
+    def holds(self, block_hash: bytes) -> bool:
+        """It has the block, so that losing it above costs no more than bringing it up."""
+        ...
+
+    def give_way(self) -> bool:
+        """Give back what it holds, as far as possible at once. Whether there was anything."""
+        ...
 
 
 class Holding:
@@ -33,14 +70,33 @@ class Holding:
 
 
 class KVManager:
-    """block_tokens: tokens per block. enable_prefix_caching=False keeps every block private."""
+    """block_tokens: tokens per block. enable_prefix_caching=False keeps every block private.
 
-    def __init__(self, num_blocks: int, block_tokens: int, enable_prefix_caching: bool = True) -> None:
+    fingerprint: of the KVSpec; given, blocks of the tree have names, and `sink` hears what comes and goes.
+    eviction: which cached prefixes go first (kllm.cache.eviction). lower: the tiers below, if there are any.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        enable_prefix_caching: bool = True,
+        *,
+        fingerprint: str | None = None,
+        sink: EventSink | None = None,
+        eviction: EvictionName = "lru",
+    ) -> None:
         self.block_tokens = block_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
-        self.tree = PrefixTree()
-        self.pool.set_reclaimer(self.tree.evict, lambda: self.tree.evictable)
+        self.tree = PrefixTree(make_policy(eviction, num_blocks, block_tokens, self.has_copy))
+        self.lower: LowerTiers | None = None
+        self.pool.set_reclaimer(self._evict, lambda: self.tree.evictable)
+        self._sink = sink
+        self._fingerprint = fingerprint
+        self._names: list[bytes] = [b""] * num_blocks if fingerprint is not None else []  # of the tree's blocks, by id
+        self._versions = array("q", bytes(8 * len(self._names)))  # how often a block has entered the tree
+        self._block_of: dict[bytes, int] = {}
         self._fenced_cursors: dict[int, list[PrefixCursor]] = {}  # by the plan that must commit first
         self._holdings: set[Holding] = set()
 
@@ -56,8 +112,15 @@ class KVManager:
 
     @property
     def fenced(self) -> bool:
-        """Something given up still waits for a plan to commit."""
-        return self.pool.num_leaving > 0 or bool(self._fenced_cursors)
+        """Something given up still waits for a plan to commit, or a copy into blocks for its end."""
+        return (
+            self.pool.num_leaving > 0 or bool(self._fenced_cursors) or (self.lower is not None and self.lower.copying)
+        )
+
+    @property
+    def lent(self) -> bool:
+        """The lower tiers hold blocks, and say so when they have given them back."""
+        return self.lower is not None and self.lower.lending
 
     @property
     def usage(self) -> float:
@@ -106,7 +169,10 @@ class KVManager:
 
     def grow(self, holding: Holding, num_tokens: int) -> list[int] | None:
         """Make room for num_tokens in all. Returns the blocks added, or None (nothing changed) if there is no room."""
-        blocks = self.pool.allocate(max(0, self.blocks_for(num_tokens) - len(holding.blocks)))
+        wanted = max(0, self.blocks_for(num_tokens) - len(holding.blocks))
+        blocks = self.pool.allocate(wanted)
+        if blocks is None and self.lower is not None and self.lower.give_way():
+            blocks = self.pool.allocate(wanted)
         if blocks:
             holding.blocks += blocks
         return blocks
@@ -123,7 +189,11 @@ class KVManager:
         if last <= first:
             return []
         own = holding.blocks[first:last]
-        kept = self.tree.insert(cursor, self._keys(tokens, first, last), own)
+        keys = self._keys(tokens, first, last)
+        parent = self.last_hash(holding) if self._names else b""
+        kept = self.tree.insert(cursor, keys, own)
+        if self._names:
+            self._name(keys, kept, own, parent, tokens[first * self.block_tokens : last * self.block_tokens], cursor)
         if kept == own:
             self.pool.publish(own)
             return []
@@ -152,9 +222,95 @@ class KVManager:
             for cursor in self._fenced_cursors.pop(fence):
                 self.tree.release(cursor)
 
-    def clear(self) -> None:
-        """Forget every cached prefix that no request uses."""
-        self.pool.recycle(self.tree.clear())
+    def clear(self) -> bool:
+        """Forget every cached prefix that no request uses. Whether that was all of them."""
+        if self.lower is not None:
+            self.lower.give_way()
+        blocks = self.tree.clear()
+        self._forget(blocks)
+        self.pool.recycle(blocks)
+        return not self.tree.num_blocks
+
+    # -- names of blocks -------------------------------------------------------------------------------------
+
+    def _name(
+        self,
+        keys: list[bytes],
+        kept: list[int],
+        own: list[int],
+        parent: bytes,
+        tokens: array[int],
+        cursor: PrefixCursor,
+    ) -> None:
+        """Blocks have entered the tree: those of `kept` that are our own, which are its last ones."""
+        known = next((i for i, (mine, block) in enumerate(zip(own, kept, strict=True)) if mine == block), len(own))
+        if known == len(own):
+            return
+        if known:
+            parent = self._names[kept[known - 1]]
+        hashes = chain(parent, keys[known:])
+        for block, block_hash in zip(kept[known:], hashes, strict=True):
+            self._names[block] = block_hash
+            self._versions[block] += 1
+            self._block_of[block_hash] = block
+        if self._sink is not None:
+            before = parent if cursor.depth > len(hashes) else None
+            new = tokens[known * self.block_tokens :]
+            self._sink(BlockStored(hashes, before, new, self.block_tokens, Medium.DEVICE, *cursor.key))
+        if self.lower is not None:
+            self.lower.computed(hashes)
+
+    def _evict(self, count: int) -> list[int]:
+        blocks = self.tree.evict(count)
+        self._forget(blocks)
+        return blocks
+
+    def _forget(self, blocks: list[int]) -> None:
+        """They have left the tree."""
+        if not self._names or not blocks:
+            return
+        hashes = [self._names[block] for block in blocks]
+        for block_hash in hashes:
+            del self._block_of[block_hash]
+        if self._sink is not None:
+            self._sink(BlockRemoved(hashes, Medium.DEVICE))
+        if self.lower is not None:
+            self.lower.evicted(hashes)
+
+    def last_hash(self, holding: Holding) -> bytes:
+        """Name of the last block that the holding shares with the tree, or of the empty prefix."""
+        if holding.shared:
+            return self._names[holding.blocks[holding.shared - 1]]
+        assert holding.cursor is not None
+        assert self._fingerprint is not None
+        return root_hash(self._fingerprint, *holding.cursor.key)
+
+    def hashes_after(self, holding: Holding, tokens: array[int], last: int) -> list[bytes]:
+        """Names of the blocks from the end of what the holding shares up to block `last`."""
+        return chain(self.last_hash(holding), self._keys(tokens, holding.shared, last))
+
+    def block_of(self, block_hash: bytes) -> int | None:
+        """The block of the tree with this name."""
+        return self._block_of.get(block_hash)
+
+    def has_copy(self, block: int) -> bool | None:
+        """Whether the tiers below have this block of the tree; None if there are none."""
+        return self.lower.holds(self._names[block]) if self.lower is not None else None
+
+    def version(self, block: int) -> int:
+        """Changes when the block has got other contents: how often it has entered the tree."""
+        return self._versions[block]
+
+    def coldest(self, count: int) -> list[bytes]:
+        """Names of about `count` blocks that would be evicted next."""
+        return [self._names[block] for block in self.tree.coldest(count)]
+
+    def note_use(self, holding: Holding) -> None:
+        """A request begins with what the holding shares with the tree."""
+        if holding.cursor is not None:
+            self.tree.note_use(holding.cursor)
+        if self.lower is not None and self.lower.counts_uses and holding.shared:
+            self.lower.used([self._names[block] for block in holding.blocks[: holding.shared]])
 
     def _keys(self, tokens: array[int], first: int, last: int) -> list[bytes]:
         """Keys of blocks first .. last-1."""
@@ -172,5 +328,7 @@ class KVManager:
             private += holding.blocks[holding.shared :]
             if holding.cursor is not None:
                 assert holding.blocks[: holding.shared] == self.tree.path(holding.cursor)
+        if self._names:
+            assert {self._names[block]: block for block in owned} == self._block_of
         assert len(private) == len(set(private)), "two requests write to one block"
         assert set(private) == self.pool.blocks_in(FILLING)

@@ -21,6 +21,8 @@ import heapq
 from collections.abc import Callable, Iterator
 from itertools import count
 
+from kllm.cache.eviction import EvictionPolicy, LeastRecentlyUsed
+
 MAX_RUN = 256
 
 RootKey = tuple[str, str]  # (isolation salt, adapter id)
@@ -30,9 +32,10 @@ class Node:
     """A run of blocks. keys[i] are the tokens of blocks[i]; `end` is the depth in blocks after the run.
 
     locks: cursors at this node or below. used: tick of the last cursor that left it or something below it.
+    uses: requests that began with it in the tree. credit: the eviction policy's own.
     """
 
-    __slots__ = ("blocks", "children", "end", "keys", "locks", "parent", "ticket", "used")
+    __slots__ = ("blocks", "children", "credit", "end", "keys", "locks", "parent", "ticket", "used", "uses")
 
     def __init__(self, parent: Node | None, keys: list[bytes], blocks: list[int], end: int) -> None:
         self.parent = parent
@@ -42,6 +45,8 @@ class Node:
         self.end = end
         self.locks = 0
         self.used = 0
+        self.uses = 0
+        self.credit = 0.0
         self.ticket = -1  # number of this node's valid entry in the eviction heap, -1: none
 
 
@@ -58,30 +63,26 @@ class Root(Node):
 class PrefixCursor:
     """Where a request stands in the tree: after `depth` blocks of its prefix. Made and moved by the tree only."""
 
-    __slots__ = ("node",)
+    __slots__ = ("key", "node")
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Root) -> None:
+        self.key = node.key
+        self.node: Node = node
 
     @property
     def depth(self) -> int:
         return self.node.end
 
 
-def least_recently_used(node: Node) -> float:
-    """Eviction value of a leaf: the smallest goes first."""
-    return node.used
-
-
 class PrefixTree:
     """Owns the blocks it was given by `insert` until it returns them from `evict` or `clear`.
 
-    value: eviction order of leaves, smallest first; pluggable.
+    policy: the order in which leaves are evicted; LRU by default.
     """
 
-    def __init__(self, value: Callable[[Node], float] = least_recently_used) -> None:
+    def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self._roots: dict[RootKey, Root] = {}
-        self._value = value
+        self.policy: EvictionPolicy = policy or LeastRecentlyUsed()
         self._heap: list[tuple[float, int, Node]] = []
         self._tickets = count()
         self._tick = 0
@@ -115,6 +116,17 @@ class PrefixTree:
                 self.evictable += len(node.blocks)
                 if not node.children:
                     self._retire(node)
+            node = node.parent
+
+    def note_use(self, cursor: PrefixCursor) -> None:
+        """A request begins with the cursor's prefix. Costs the number of nodes on its path."""
+        node = cursor.node
+        at_edge = not node.children
+        while node.parent is not None:
+            if at_edge:
+                self.policy.reused(node)
+                at_edge = len(node.parent.children) == 1
+            node.uses += 1
             node = node.parent
 
     def _descend(self, cursor: PrefixCursor, child: Node) -> None:
@@ -173,6 +185,8 @@ class PrefixTree:
             run = keys[done : done + MAX_RUN]
             child = Node(parent, run, blocks[done : done + MAX_RUN], parent.end + len(run))
             child.locks = 1
+            if not parent.children:  # goes on with what the parent's users began, unlike a branch
+                child.uses = parent.uses
             parent.children[run[0]] = child
             self._num_nodes += 1
             cursor.node = child
@@ -186,6 +200,7 @@ class PrefixTree:
         upper = Node(parent, node.keys[:length], node.blocks[:length], node.end - len(node.keys) + length)
         upper.locks = node.locks
         upper.used = node.used
+        upper.uses = node.uses
         parent.children[upper.keys[0]] = upper
         del node.keys[:length], node.blocks[:length]
         node.parent = upper
@@ -198,13 +213,22 @@ class PrefixTree:
     def evict(self, wanted: int) -> list[int]:
         """Give up at least `wanted` blocks if so many are evictable, else all that are: leaves first, each from its
         tail, in order of value. O(1) per block, O(log nodes) per node."""
+        return self._take(wanted, self.policy.lost)
+
+    def _take(self, wanted: int, tell: Callable[[Node, int, int], None]) -> list[int]:
+        """tell: called with each node that loses blocks, how many, and the tick."""
         freed: list[int] = []
         while len(freed) < wanted and self._heap:
-            _, ticket, node = heapq.heappop(self._heap)
+            value, ticket, node = heapq.heappop(self._heap)
             if node.ticket != ticket:
+                continue
+            now_worth = self.policy.reconsider(node, value)
+            if now_worth > value:
+                self._queue(node, now_worth)
                 continue
             node.ticket = -1
             taken = min(wanted - len(freed), len(node.blocks))
+            tell(node, taken, self._tick)
             first_key = node.keys[0]
             freed += reversed(node.blocks[-taken:])
             del node.blocks[-taken:], node.keys[-taken:]
@@ -217,9 +241,24 @@ class PrefixTree:
         self.num_blocks -= len(freed)
         return freed
 
+    def coldest(self, count: int) -> list[int]:
+        """Up to `count` blocks that evict() would give up first, coldest first; nodes that become leaves only then are
+        left out. O(n log n) in the nodes looked at: a place of the heap comes after its parent, (place - 1) // 2."""
+        heap, blocks = self._heap, list[int]()
+        frontier = [(heap[0][:2], 0)] if heap else []  # (value, ticket), place
+        while frontier and len(blocks) < count:
+            (_, ticket), place = heapq.heappop(frontier)
+            node = heap[place][2]
+            if node.ticket == ticket:
+                blocks += reversed(node.blocks)
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(heap):
+                    heapq.heappush(frontier, (heap[child][:2], child))
+        return blocks[:count]
+
     def clear(self) -> list[int]:
         """Give up everything that no cursor pins."""
-        return self.evict(self.evictable)
+        return self._take(self.evictable, lambda node, count, tick: None)
 
     def _remove(self, node: Node, first_key: bytes) -> None:
         parent = node.parent
@@ -238,8 +277,11 @@ class PrefixTree:
         if len(self._heap) > 2 * self._num_nodes + 64:  # entries of nodes that were pinned again or are gone
             self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
             heapq.heapify(self._heap)
+        self._queue(node, self.policy.value(node))
+
+    def _queue(self, node: Node, value: float) -> None:
         node.ticket = next(self._tickets)
-        heapq.heappush(self._heap, (self._value(node), node.ticket, node))
+        heapq.heappush(self._heap, (value, node.ticket, node))
 
     # -- inspection ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The `kllm` command: serve, chat, pull, bench, verify, capacity, simulate.
+"""The `kllm` command: serve, chat, pull, bench, verify, capacity, simulate, cache.
 
 Every command imports what it needs when it runs, so that `kllm serve` starts without torch and `--help` is quick.
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import kllm
-from kllm.cli import bench
+from kllm.cli import bench, cache
 from kllm.cli.capacity import capacity
 from kllm.cli.errors import CommandError, UsageError
 from kllm.cli.options import Flags, ModelArgument, build, config_flags
@@ -28,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 app.command()(verify)
 app.command()(capacity)
 app.command()(simulate)

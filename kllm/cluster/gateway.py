@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kllm.cluster.admission import CompletionRate, QueueFull, Unavailable, admit
+from kllm.cluster.cache_clearing import CLEAR_TIMEOUT_S, ClearedInstance, clear_caches
 from kllm.cluster.instance_handle import InstanceFailed
 from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.request_stream import End, Gap, RequestStream
@@ -351,6 +352,12 @@ class Gateway:
         for stream in list(self._table.values()):
             stream.fail(f"the model's instance keeps failing: {reason}")
             self._remove(stream)
+
+    async def clear_cache(self, store: bool = False, timeout: float = CLEAR_TIMEOUT_S) -> list[ClearedInstance]:
+        """Let every instance forget the prefixes that no request uses; store: let the store forget them too.
+
+        What is computed meanwhile may be cached again. Each instance gets `timeout` seconds to answer."""
+        return await clear_caches(self._slots, store, timeout)
 
     # --- the end ---
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from kllm.cluster.request_stream import RequestStream
 from kllm.messages import (
     PROTOCOL_VERSION,
     Abort,
+    CacheCleared,
+    ClearCache,
     Deltas,
     Down,
     Drain,
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SEND_S = 0.02  # between attempts to send to an instance that does not keep up
 PING_INTERVAL_S = 1.0
+ASK_AGAIN_S = 1.0  # a question or its answer may be lost
 QUIET_S = 5.0  # several reports long
 LAST_WORDS_S = 1.0  # from the exit of a process to the end of its link, or the other way round
 
@@ -69,6 +73,8 @@ class InstanceHandle:
         self._phase = "process start"
         self._outbox: deque[Down] = deque()
         self._watch = ProgressWatch()
+        self._tokens = itertools.count()
+        self._clearings: dict[str, asyncio.Future[CacheCleared]] = {}  # by the token of the question
         loop = asyncio.get_running_loop()
         self._loop = loop
         self._last_message = loop.time()
@@ -174,6 +180,10 @@ class InstanceHandle:
                 self._on_starting(message)
             case Hello():
                 self._on_hello(message)
+            case CacheCleared():
+                asked = self._clearings.get(message.token)
+                if asked is not None and not asked.done():
+                    asked.set_result(message)
             case Drained():
                 logger.debug("the instance has drained")
             case Failed():
@@ -223,6 +233,19 @@ class InstanceHandle:
 
     def drain(self) -> None:
         self._send(Drain())
+
+    async def clear_cache(self, store: bool, timeout: float) -> CacheCleared | None:
+        """The instance's answer; None if it ended instead, and its memory with it. Raises TimeoutError."""
+        token = str(next(self._tokens))
+        answer = self._clearings[token] = self._loop.create_future()
+        try:
+            async with asyncio.timeout(timeout):
+                while not answer.done() and not self._over.done():
+                    self._send(ClearCache(token=token, store=store))
+                    await asyncio.wait((answer, self._over), timeout=ASK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._clearings[token]
+        return answer.result() if answer.done() else None
 
     def _ping(self) -> None:
         if not self._outbox:

@@ -13,8 +13,9 @@ from kllm.cluster.instance_handle import InstanceFailed, InstanceHandle
 from kllm.cluster.launchers.launcher import InstanceLauncher, LaunchError
 from kllm.cluster.request_stream import RequestStream
 from kllm.cluster.routing import Candidate
-from kllm.messages import EngineLoad, Hello, Starting
+from kllm.messages import CacheCleared, EngineLoad, Hello, Starting
 from kllm.request import Delta
+from kllm.telemetry.tier_counts import add_tier_counts
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,10 @@ class Slot:
         self.failures = self._barren_deaths = 0
         self.fruitful = True
 
+    async def clear_cache(self, store: bool, timeout: float) -> CacheCleared | None:
+        """The instance's answer; None if there is none, or it ended meanwhile. Raises TimeoutError."""
+        return None if self._handle is None else await self._handle.clear_cache(store, timeout)
+
     # --- life ---
 
     def open(self) -> None:
@@ -261,6 +266,7 @@ class Slot:
 
 
 def add_counters(a: EngineLoad, b: EngineLoad) -> EngineLoad:
+    """What is counted, added; what is of the moment is left out."""
     return EngineLoad(
         preemptions=a.preemptions + b.preemptions,
         yields=a.yields + b.yields,
@@ -268,6 +274,12 @@ def add_counters(a: EngineLoad, b: EngineLoad) -> EngineLoad:
         overtakes=a.overtakes + b.overtakes,
         prefix_queries=a.prefix_queries + b.prefix_queries,
         prefix_hits=a.prefix_hits + b.prefix_hits,
+        l2_hits=a.l2_hits + b.l2_hits,
+        l3_hits=a.l3_hits + b.l3_hits,
+        wasted=a.wasted + b.wasted,
+        tiers=add_tier_counts(a.tiers, b.tiers),
+        events_sent=a.events_sent + b.events_sent,
+        events_dropped=a.events_dropped + b.events_dropped,
         steps=a.steps + b.steps,
         step_s=a.step_s + b.step_s,
     )

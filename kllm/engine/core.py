@@ -9,17 +9,25 @@ Driven by instance_main (asyncio, behind a Link) and by the offline LLM (a plain
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
+from kllm.cache.tiers.tiered_cache import Brought, TieredCache
+from kllm.costs.step import StepWork
 from kllm.engine.executor import Executor, StepFuture
 from kllm.engine.grammar import Grammar, GrammarMatcher
 from kllm.messages import EngineLoad, Submit
 from kllm.request import Delta
 from kllm.scheduling.plan import Late, Plan, StepResult
+from kllm.scheduling.plan_rows import PlanRows
 from kllm.scheduling.scheduler import Scheduler
+from kllm.scheduling.sequence import Sequence, State
+
+LEAST_PROMPT_TOKENS = 32  # of a step, beside those that decode, to learn what computing costs
 
 
 class EngineCore:
@@ -35,6 +43,10 @@ class EngineCore:
         self._outputs: dict[str, list[int]] = {}  # given with a submission whose grammar is not there yet
         self._steps = 0
         self._step_s = 0.0
+        self._tiers: TieredCache | None = None
+        self._lookups: dict[str, asyncio.Task[None]] = {}
+        self._plan_rows = PlanRows()  # of the plans in flight, for what computing costs
+        self._work: deque[StepWork] = deque()
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -44,6 +56,7 @@ class EngineCore:
         structured = request.params.structured_outputs is not None
         self._forget(request.request_id)
         delta = self.scheduler.add(submit, self._clock(), held=structured)
+        self._look_up()
         if delta is None and structured:
             self._outputs[request.request_id] = submit.outputs
         return delta
@@ -60,6 +73,50 @@ class EngineCore:
         self.scheduler.unhold(request_id)
         return None
 
+    # -- lower tiers -----------------------------------------------------------------------------------------
+
+    def use_tiers(self, tiers: TieredCache) -> None:
+        """Look prompts up in L2 and L3 from now on. Before the first request."""
+        self._tiers = tiers
+
+    @property
+    def tiers(self) -> TieredCache | None:
+        return self._tiers
+
+    def _look_up(self) -> bool:
+        """Begin the lookups that the scheduler asks for. Whether one was over at once."""
+        tiers, over = self._tiers, False
+        for sequence in self.scheduler.take_lookups():
+            epoch, request = sequence.epoch, sequence.request
+            if tiers is None:
+                self.scheduler.found(sequence, epoch)
+                over = True
+                continue
+            if not sequence.looking or sequence.state is State.ENDED:
+                continue
+
+            def done(brought: Brought, sequence: Sequence = sequence, epoch: int = epoch) -> None:
+                self.scheduler.found(sequence, epoch, (brought.l1, brought.l2, brought.l3))
+
+            lookup = tiers.look_up(sequence.tokens, request.cache_salt, request.adapter, done)
+            if lookup is None:
+                self.scheduler.found(sequence, epoch)
+                over = True
+            else:
+                self._lookups[request.request_id] = lookup
+                lookup.add_done_callback(partial(self._looked_up, request.request_id))
+        return over
+
+    def _looked_up(self, request_id: str, lookup: asyncio.Task[None]) -> None:
+        if self._lookups.get(request_id) is lookup:
+            del self._lookups[request_id]
+
+    async def clear_cache(self, *, store: bool) -> bool:
+        """Forget all cached prefixes that no request uses. Whether none is left. Raises StoreError."""
+        if self._tiers is not None:
+            return await self._tiers.clear(store=store)
+        return self.scheduler.kv.clear()
+
     def fail(self, request_id: str, error: str, *, invalid: bool = False) -> Delta | None:
         """End a request with an error; invalid: the request is at fault. None if it is gone."""
         self._forget(request_id)
@@ -71,6 +128,9 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def _forget(self, request_id: str) -> None:
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            lookup.cancel()
         self._matchers.pop(request_id, None)
         self._outputs.pop(request_id, None)
 
@@ -80,8 +140,13 @@ class EngineCore:
         """Plan and submit as many steps as the executor takes."""
         while len(self._in_flight) < self.executor.depth:
             plan = self.scheduler.plan(self._clock())
+            over = self._look_up()  # those that lost their place
             if plan is None:
+                if over:
+                    continue
                 return
+            if self._tiers is not None:
+                self._work.append(self._plan_rows.apply(plan)[0])
             self._in_flight.append((plan, self.executor.submit(plan)))
 
     @property
@@ -110,10 +175,17 @@ class EngineCore:
         self._in_flight.popleft()
         self._steps += 1
         self._step_s += result.elapsed_s
+        if self._tiers is not None:
+            self._learn(self._work.popleft(), result.elapsed_s)
         deltas = self.scheduler.commit(result, self._clock())
         if self._matchers:
             deltas = [self._advance_grammar(delta) for delta in deltas]
         return deltas
+
+    def _learn(self, work: StepWork, seconds: float) -> None:
+        """What computing costs, from steps that mostly computed prompts."""
+        if self._tiers is not None and work.new_tokens >= LEAST_PROMPT_TOKENS + work.sampled:
+            self._tiers.prediction.computed(work.new_tokens, work.attended, seconds)
 
     def _advance_grammar(self, delta: Delta) -> Delta:
         matcher = self._matchers.get(delta.request_id)
@@ -142,7 +214,8 @@ class EngineCore:
         return self.scheduler.num_unfinished
 
     def load(self) -> EngineLoad:
-        return msgspec.structs.replace(self.scheduler.load(), steps=self._steps, step_s=self._step_s)
+        tiers = self._tiers.snapshot() if self._tiers is not None else None
+        return msgspec.structs.replace(self.scheduler.load(), steps=self._steps, step_s=self._step_s, tiers=tiers)
 
     def close(self) -> None:
         self.executor.close()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from kllm.cache.stores.store import StoreError
 from kllm.engine.core import EngineCore, compute_masks
+from kllm.engine.event_feed import EventFeed
 from kllm.engine.grammar import GrammarCompiler
-from kllm.messages import Abort, Deltas, Down, Drain, Drained, Failed, Hello, Ping, Submit, Up
+from kllm.messages import Abort, CacheCleared, ClearCache, Deltas, Down, Drain, Drained, Failed, Hello, Ping, Submit, Up
 from kllm.request import Delta, InvalidRequest
 from kllm.transport.link import Backpressure, Link, LinkClosed
 
 LOAD_INTERVAL_S = 1.0  # also the sign of life while a long step runs
 BACKPRESSURE_PAUSE_S = 0.01
 LEASE_S = 60.0
+TIERS_GRACE_S = 5.0  # at the end, for blocks on their way to the store
 IDS_REMEMBERED = 4096  # submitted last: a repeated or late Submit of one that has ended is recognised
 
 T = TypeVar("T")
@@ -43,11 +46,13 @@ async def instance_main(
     hello: Hello,
     *,
     lease_s: float = LEASE_S,
+    feed: EventFeed | None = None,
 ) -> None:
     """Serve one gateway until it drains us (returns), is gone (returns) or the executor fails (raises).
 
-    It is gone when the link closes, or when after its first Ping it has said nothing for lease_s seconds."""
-    await Instance(link, core, compiler, workers, lease_s).run(hello)
+    feed: where cache events go, for its counts. The gateway is gone when the link closes, or when after its first Ping
+    it has said nothing for lease_s seconds."""
+    await Instance(link, core, compiler, workers, lease_s, feed).run(hello)
 
 
 class Instance:
@@ -62,12 +67,14 @@ class Instance:
         compiler: GrammarCompiler | None,
         workers: Workers,
         lease_s: float = LEASE_S,
+        feed: EventFeed | None = None,
     ) -> None:
         self._link = link
         self._core = core
         self._compiler = compiler
         self._workers = workers
         self._lease_s = lease_s
+        self._feed = feed
         self._heard = False  # the gateway has said something
         self._leased = False  # it pings
         self._quiet_s = 0.0  # since it said something, in report intervals: a process that stood still heard nothing
@@ -75,9 +82,14 @@ class Instance:
         self._attempts: dict[str, int] = {}  # the highest seen of each id, oldest first
         self._work = asyncio.Event()
         self._draining = False
-        self._compiling: set[asyncio.Task[None]] = set()
+        self._clearing: set[str] = set()  # tokens of ClearCache being worked on
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, hello: Hello) -> None:
+        tiers = self._core.tiers
+        if tiers is not None:
+            tiers.wake = self._work.set
+            tiers.start()
         tasks = [asyncio.ensure_future(work) for work in (self._receive(), self._step_loop(), self._report(hello))]
         try:
             await self._send(hello)
@@ -90,10 +102,12 @@ class Instance:
             await self._send_last(Failed(error=f"{type(error).__name__}: {error}"))
             raise
         finally:
-            for task in (*tasks, *self._compiling):
+            for task in (*tasks, *self._tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, *self._compiling, return_exceptions=True)
+            await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
             self._link.close()
+            if tiers is not None:
+                await tiers.close(TIERS_GRACE_S)
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -108,10 +122,26 @@ class Instance:
                     self._abort(message)
                 case Drain():
                     self._draining = True
+                case ClearCache():
+                    self._beside(self._clear_cache(message))
                 case Ping():
                     self._leased = True
                     continue
             self._work.set()
+
+    async def _clear_cache(self, message: ClearCache) -> None:
+        if message.token in self._clearing:
+            return  # asked again: there will be one answer
+        self._clearing.add(message.token)
+        error = None
+        complete = False
+        try:
+            complete = await self._core.clear_cache(store=message.store)
+        except StoreError as failed:
+            error = str(failed)
+        finally:
+            self._clearing.remove(message.token)
+        await self._send(CacheCleared(token=message.token, complete=complete and error is None, error=error))
 
     def _abort(self, abort: Abort) -> None:
         if abort.attempt is None:
@@ -142,9 +172,13 @@ class Instance:
         if delta is not None:
             await self._send(Deltas(items=[delta]))
         elif submit.request.params.structured_outputs is not None:
-            task = asyncio.ensure_future(self._compile(submit))
-            self._compiling.add(task)
-            task.add_done_callback(self._compiling.discard)
+            self._beside(self._compile(submit))
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it while messages are received and steps are made."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _compile(self, submit: Submit) -> None:
         """Compile the grammar of a request that waits for it."""
@@ -192,7 +226,10 @@ class Instance:
     async def _send_load(self, *, progress: bool) -> None:
         self._reports += 1
         held = self._core.scheduler.progress() if progress else None
-        await self._send(msgspec.structs.replace(self._core.load(), sequence=self._reports, progress=held))
+        load = msgspec.structs.replace(self._core.load(), sequence=self._reports, progress=held)
+        if self._feed is not None:
+            load = msgspec.structs.replace(load, events_sent=self._feed.sent, events_dropped=self._feed.dropped)
+        await self._send(load)
 
     # -- steps -----------------------------------------------------------------------------------------------
 

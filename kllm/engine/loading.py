@@ -6,7 +6,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from kllm.cache.events import EventSink
+from kllm.cache.kv_spec import KVSpec
 from kllm.config import EngineConfig
 from kllm.engine.assembly import make_scheduler
 from kllm.engine.core import EngineCore
@@ -17,6 +22,9 @@ from kllm.hub.cache import quantized_folder
 from kllm.hub.source import ModelSource
 from kllm.resources import available_cores
 from kllm.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # torch is imported when a model is loaded
+    from kllm.models.interface import KVCache
 
 # On CPUs planning and computing share the cores. `kllm bench throughput --pipeline-depth 2` shows what 2 would do.
 DEFAULT_DEPTH = 1
@@ -36,6 +44,8 @@ class Engine:
     num_blocks: int
     block_tokens: int
     operators: str
+    kv_cache: KVCache
+    kv_spec: KVSpec
     start_seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -65,15 +75,20 @@ class Phases:
 
 
 def load_engine(
-    config: EngineConfig, source: ModelSource, tokenizer: Tokenizer, progress: Progress | None = None
+    config: EngineConfig,
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    progress: Progress | None = None,
+    sink: EventSink | None = None,
 ) -> Engine:
-    """Load weights, take the memory, wire scheduler, runner and executor. Raises WeightError or ValueError with a
-    message for the operator."""
+    """Load weights, take the memory, wire scheduler, runner and executor. sink: hears what enters and leaves the KV
+    cache. Raises WeightError or ValueError with a message for the operator."""
     phases = Phases(progress)
     phases.begin("import torch")
     import torch
 
     from kllm.engine import kv_cache
+    from kllm.engine.lower_tiers import identify
     from kllm.engine.model_executor import ModelExecutor
     from kllm.engine.runner import ModelRunner
     from kllm.engine.sampler.sampler import Sampler
@@ -108,12 +123,14 @@ def load_engine(
     torch.set_num_threads(1 if operators.name == "cpu" else config.threads or available_cores())
     phases.begin("allocate KV cache")
     spec = model.kv_spec(config.block_size)
+    spec = msgspec.structs.replace(spec, model=identify(checkpoint.files, config, operators.numerics()))
     num_blocks = kv_cache.blocks_within(
         spec, config.kv_cache_memory, config.num_kv_blocks, config.max_num_seqs * max_model_len
     )
+    cache = kv_cache.allocate(spec, num_blocks)
     runner = ModelRunner(
         model,
-        kv_cache.allocate(spec, num_blocks),
+        cache,
         Sampler(model.vocab_size, config.max_num_seqs, tokenizer.eos_token_ids),
         block_tokens=config.block_size,
         max_rows=config.max_num_seqs,
@@ -123,7 +140,12 @@ def load_engine(
     if config.record_steps is not None:
         executor = RecordingExecutor(executor, config.record_steps)
     scheduler = make_scheduler(
-        config, num_blocks=num_blocks, max_model_len=max_model_len, eos_token_ids=tokenizer.eos_token_ids
+        config,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        eos_token_ids=tokenizer.eos_token_ids,
+        fingerprint=spec.fingerprint,
+        sink=sink,
     )
     phases.end()
     return Engine(
@@ -135,5 +157,7 @@ def load_engine(
         num_blocks=num_blocks,
         block_tokens=config.block_size,
         operators=operators.describe(),
+        kv_cache=cache,
+        kv_spec=spec,
         start_seconds=phases.seconds,
     )

@@ -15,7 +15,10 @@ import sys
 import time
 import uuid
 
+from kllm.cache.event_wire import open_publisher
+from kllm.cache.stores.store import StoreError
 from kllm.config import EngineConfig
+from kllm.engine.event_feed import EventFeed
 from kllm.engine.instance import ThreadWorkers, instance_main
 from kllm.engine.loading import Engine, load_engine
 from kllm.hub import resolve
@@ -31,6 +34,26 @@ EXIT_FAILED = 1
 async def serve(address: str, config: EngineConfig) -> int:
     """Returns the exit code."""
     link: Link[Down, Up] = dial(address)
+    try:
+        feed = _open_feed(config)
+    except OSError as error:
+        _tell(link, Failed(error=error.strerror or str(error)))
+        link.close()
+        return EXIT_FAILED
+    try:
+        return await _serve(link, config, feed)
+    finally:
+        if feed is not None:
+            feed.close()
+
+
+def _open_feed(config: EngineConfig) -> EventFeed | None:
+    """Publishes from now on, if the config wants it. Raises OSError when it cannot bind."""
+    publisher = None if config.kv_events_config is None else open_publisher(config.kv_events_config)
+    return None if publisher is None else EventFeed(publisher)
+
+
+async def _serve(link: Link[Down, Up], config: EngineConfig, feed: EventFeed | None) -> int:
     loop = asyncio.get_running_loop()
     started = time.perf_counter()
 
@@ -42,7 +65,7 @@ async def serve(address: str, config: EngineConfig) -> int:
         source = resolve(config.model, progress=False)
         tokenizer = load_tokenizer(source)
         opened = time.perf_counter()
-        engine = load_engine(config, source, tokenizer, report)
+        engine = load_engine(config, source, tokenizer, report, feed)
         engine.start_seconds = {"open model": round(opened - started, 3), **engine.start_seconds}
         return engine
 
@@ -70,7 +93,16 @@ async def serve(address: str, config: EngineConfig) -> int:
         operators=engine.operators,
     )
     try:
-        await instance_main(link, engine.core, engine.compiler, ThreadWorkers(), hello)
+        workers = ThreadWorkers()
+        if config.lower_tiers:
+            from kllm.engine.lower_tiers import open_tiers
+
+            await open_tiers(config, engine.core, engine.kv_cache, engine.kv_spec, workers, feed)
+        await instance_main(link, engine.core, engine.compiler, workers, hello, feed=feed)
+    except (StoreError, ValueError) as error:
+        _tell(link, Failed(error=str(error)))
+        link.close()
+        return EXIT_FAILED
     except Exception:
         logger.exception("the engine failed")
         return EXIT_FAILED

@@ -118,6 +118,10 @@ class Operators(ABC):
         """For the operator of a server: what computes here."""
         return self.name
 
+    def numerics(self) -> str:
+        """Names the arithmetic: where it is the same, so are the results, bit for bit."""
+        return self.name
+
     def pack_linear(self, *parts: WeightSource, gated: bool = False) -> LinearWeight:
         """Parts [out_i, in], stacked along their outputs, in the layout that `linear` reads; the arguments may be
         dropped afterwards. gated: two parts of equal size, whose product goes through swiglu."""

@@ -48,7 +48,10 @@ class Scheduler:
         key: QueueKey = first_come,
         policy: PrefillPolicy | None = None,
         max_overtakes: int = 0,
+        looks_up: bool = False,
     ) -> None:
+        """looks_up: there are lower tiers; a sequence is looked up there before it waits for a place (see
+        take_lookups)."""
         self.kv = kv
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -68,9 +71,13 @@ class Scheduler:
         self._arrivals = 0
         self._next_plan = 0
         self._committed = -1
+        self._looks_up = looks_up
+        self._lookups: list[Sequence] = []
         self.num_preemptions = 0
         self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.prefix_hits = 0  # in any tier
+        self.l2_hits = self.l3_hits = 0  # tokens of them that were brought from there
+        self.num_wasted = 0  # blocks brought and gone again when their request was admitted
 
     # -- coming and going ------------------------------------------------------------------------------------
 
@@ -119,9 +126,16 @@ class Scheduler:
         return limit, None
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """A sequence that is neither following nor running: into the queue, or held."""
-        sequence.state = State.HELD if sequence.held else State.WAITING
-        if not sequence.held:
+        """A sequence that is neither following nor running: to be looked up below, or into the queue."""
+        if self._looks_up and not sequence.wants_prompt_logprobs:
+            sequence.looking = True
+            self._lookups.append(sequence)
+        self._hold_or_wait(sequence)
+
+    def _hold_or_wait(self, sequence: Sequence) -> None:
+        waits = not sequence.held and not sequence.looking
+        sequence.state = State.WAITING if waits else State.HELD
+        if waits:
             if self._policy.looks_ahead:
                 sequence.expected = self.kv.cached_tokens(
                     sequence.tokens, sequence.request.cache_salt, sequence.request.adapter
@@ -134,7 +148,22 @@ class Scheduler:
         if sequence is not None and sequence.held:
             sequence.held = False
             if sequence.state is State.HELD:
-                self._enqueue(sequence)
+                self._hold_or_wait(sequence)
+
+    def take_lookups(self) -> list[Sequence]:
+        """Sequences to be looked up in the lower tiers since the last call; found() must follow for each, with the
+        epoch that it has now."""
+        lookups, self._lookups = self._lookups, []
+        return lookups
+
+    def found(self, sequence: Sequence, epoch: int, brought: tuple[int, int, int] = (0, 0, 0)) -> None:
+        """L1 has what it will have of the sequence: blocks that were there, that came from L2, and from L3. Ignored if
+        the sequence has ended meanwhile."""
+        if sequence.epoch != epoch or sequence.state is not State.HELD or not sequence.looking:
+            return
+        sequence.looking = False
+        sequence.brought = brought
+        self._hold_or_wait(sequence)
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests; unknown ids are ignored. Their blocks are free when the plans in flight now have committed."""
@@ -207,7 +236,7 @@ class Scheduler:
             self._policy.settle(chosen)
         if chosen:
             return self._finalize(chosen)
-        if (self._running or self._waiting) and not self._in_flight:
+        if (self._running or self._waiting) and not self._in_flight and not self.kv.lent:
             raise RuntimeError("nothing can be planned though nothing is in flight: a bug in the scheduler")
         return None
 
@@ -284,6 +313,8 @@ class Scheduler:
             sequence.cached = min(matched, sequence.num_prompt)
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += matched
+            self._credit_tiers(sequence, matched)
+            self.kv.note_use(holding)
         sequence.row = self._free_rows.pop()
         chosen[sequence] = count = min(sequence.backlog, budget, self.prefill_chunk)
         blocks = self.kv.grow(holding, sequence.planned + count)
@@ -291,6 +322,18 @@ class Scheduler:
             raise RuntimeError("an admitted sequence does not fit: a bug in the scheduler")
         self._admission.grew(sequence, len(blocks))
         return count
+
+    def _credit_tiers(self, sequence: Sequence, matched: int) -> None:
+        """Say which tier the hit came from: what was brought last ends the match, if it is still there."""
+        before, l2, l3 = sequence.brought
+        if l2 + l3 == 0:
+            return
+        gone = min(max(0, before + l2 + l3 - matched // self.kv.block_tokens), l2 + l3)
+        self.num_wasted += gone
+        kept = l2 + l3 - gone
+        from_store = round(kept * l3 / (l2 + l3))
+        self.l3_hits += from_store * self.kv.block_tokens
+        self.l2_hits += (kept - from_store) * self.kv.block_tokens
 
     def _finalize(self, chosen: dict[Sequence, int]) -> Plan:
         plan = Plan(self._next_plan, ended=self._ended_rows, remaps=self._remaps)
@@ -478,6 +521,9 @@ class Scheduler:
             preemptions=self.num_preemptions,
             prefix_queries=self.prefix_queries,
             prefix_hits=self.prefix_hits,
+            l2_hits=self.l2_hits,
+            l3_hits=self.l3_hits,
+            wasted=self.num_wasted,
             yields=self._policy.num_yields,
             quota_tokens=self._policy.quota_tokens,
             overtakes=self._admission.num_overtakes,

@@ -11,7 +11,7 @@ from kllm.request import TokenLogprobs
 
 
 class State(Enum):
-    HELD = auto()  # its grammar is being compiled
+    HELD = auto()  # its grammar is being compiled, or its prefix looked up in the lower tiers
     FOLLOWING = auto()  # its leader computes the prompt they share
     WAITING = auto()  # wants a place
     RUNNING = auto()  # has a row and KV blocks
@@ -27,7 +27,8 @@ class Sequence:
     limit: number of tokens at which it ends by length. epoch: counts preemptions; results of older ones are dropped.
     sent_blocks, sent_tokens: what the runner has been told. needs: blocks that must be available before admission
     is worth another try. overtaken: later ones admitted while it did not fit. expected: tokens that the cache had when
-    it began to wait. yields: how often its prompt has given way to others (FairShare).
+    it began to wait. looking: it is being looked up in the lower tiers. brought: blocks that L1 had then, and that came
+    there from L2 and from L3. yields: how often its prompt has given way to others (FairShare).
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Sequence:
         "arrival",
         "arrived_at",
         "attempt",
+        "brought",
         "cached",
         "computed",
         "epoch",
@@ -45,6 +47,7 @@ class Sequence:
         "holding",
         "last_plan",
         "limit",
+        "looking",
         "needs",
         "num_prompt",
         "overtaken",
@@ -73,6 +76,8 @@ class Sequence:
         self.limit = limit
         self.state = State.WAITING
         self.held = False
+        self.looking = False
+        self.brought = (0, 0, 0)
         self.followers: list[Sequence] = []
         self.arrived_at = now
         self.admitted_at: float | None = None

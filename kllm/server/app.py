@@ -22,6 +22,7 @@ from kllm.config import ServerConfig
 from kllm.request import InvalidRequest
 from kllm.server import openapi
 from kllm.server.bodies import Model, read_body
+from kllm.server.cache import cache_routes
 from kllm.server.chat import ChatFormat, chat_job
 from kllm.server.completions import CompletionFormat, completion_job
 from kllm.server.errors import ApiError, json_response, unavailable
@@ -75,9 +76,9 @@ def create_app(
     )
     app.state.service = service
     app.include_router(_open_routes(service))
-    app.include_router(_model_routes(service), dependencies=_key_check(config.api_key))
-    app.include_router(_token_routes(service), dependencies=_key_check(config.api_key))
-    app.include_router(_generation_routes(service), dependencies=_key_check(config.api_key))
+    key_check = _key_check(config)
+    for routes in (_model_routes, _token_routes, _generation_routes, cache_routes):
+        app.include_router(routes(service), dependencies=key_check)
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_middleware(RequestLog)
@@ -85,12 +86,13 @@ def create_app(
     return app
 
 
-def _key_check(keys: Sequence[str]) -> list[Any]:
-    """A dependency that raises ApiError 401 unless the request carries one of the keys, and tells whose it is (the
-    tenant, in request.state); none if there are no keys."""
-    if not keys:
+def _key_check(config: ServerConfig) -> list[Any]:
+    """A dependency that raises ApiError 401 unless the request carries one of the keys, and where each has a cache of
+    its own tells whose it is (the tenant, in request.state); none if there are no keys."""
+    if not config.api_key:
         return []
-    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    digests = [hashlib.sha256(key.encode()).digest() for key in set(config.api_key)]
+    separate = len(digests) > 1 and not config.share_cache_between_keys
 
     async def check(request: Request) -> None:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -98,7 +100,8 @@ def _key_check(keys: Sequence[str]) -> list[Any]:
         matches = [hmac.compare_digest(digest, known) for known in digests]  # all of them, whatever the first says
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
-        request.state.tenant = digest.hex()
+        if separate:
+            request.state.tenant = digest.hex()
 
     return [Security(HTTPBearer(auto_error=False)), Depends(check)]
 

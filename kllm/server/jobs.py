@@ -26,8 +26,8 @@ def request_id_from(header: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. tenant: one for every API key, "" where no keys are set; tenants never share cached prefixes, so that
-    none can learn from response times what another has asked."""
+    """Who asks. tenant: one for every API key, "" where there is at most one or all share the cache. Tenants have no
+    cached prefixes in common, so that none can learn from usage or response times what another has asked."""
 
     request_id: str
     tenant: str = ""

@@ -130,6 +130,11 @@ def instance_config(config: EngineConfig, index: int, instances: int, cores: int
         own["kv_cache_memory"] = max(1, int(memory * KV_CACHE_SHARE) // instances)
     if config.record_steps is not None:
         own["record_steps"] = config.record_steps.with_stem(f"{config.record_steps.stem}-{index}")
+    if config.kv_events_config is not None and config.publishes_events:
+        try:
+            own["kv_events_config"] = config.kv_events_config.for_instance(index, instances)
+        except ValueError as error:
+            raise ServeError(f"kv_events_config: {error}") from error
     return config.model_copy(update=own)
 
 

@@ -175,6 +175,17 @@ class VersionResponse(Reply):
     version: str
 
 
+class ClearedInstance(Reply):
+    instance: int
+    complete: bool = Field(description="Nothing that this instance had cached is left.")
+    error: str | None = Field(description="Why something is left; null where requests still use it.")
+
+
+class CacheClearedResponse(Reply):
+    complete: bool = Field(description="That of all instances.")
+    instances: list[ClearedInstance]
+
+
 class LoadResponse(Reply):
     server_load: int = Field(description="Requests accepted and not yet ended.")
     running: int

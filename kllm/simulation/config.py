@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from kllm.config import Bytes
 from kllm.workload.config import SYNTHETIC, WorkloadConfig
 from kllm.workload.traces import TRACES
 
@@ -48,6 +49,38 @@ class SimulationConfig(WorkloadConfig):
     fair_kv_share: float = Field(0.5, gt=0, le=1, description="fair: share of the KV cache for long prompts.")
     max_overtakes: int = Field(64, ge=0, description="How often a request that does not fit may be passed.")
     enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
+    l2_memory: Bytes = Field(
+        0,
+        ge=0,
+        description="Host memory of an instance for KV blocks below its KV cache (L2), such as 1000GiB; 0: none.",
+    )
+    l2_write: Literal["through", "selective", "back"] = Field(
+        "through",
+        description="When blocks are copied to L2: as soon as they are computed, once l2_min_reuse requests used them, "
+        "or when they are about to be evicted.",
+    )
+    l2_min_reuse: int = Field(2, ge=2, description="l2_write selective: requests that must have used a block.")
+    l2_gb_s: float | None = Field(
+        None, gt=0, description="GB/s between the KV cache and L2; by default 0.8 of the PCIe of an instance's GPUs."
+    )
+    l2_latency_us: float = Field(20.0, ge=0, description="Microseconds of a copy besides.")
+    l3: str | None = Field(None, description="Any name, such as shared: the fleet has a store of KV blocks (L3).")
+    l3_capacity: Bytes = Field(16 * 2**40, ge=2**20, description="Bytes that the store holds.")
+    l3_min_reuse: int = Field(
+        1, ge=1, description="Requests that must have used a block before it goes to L3; 1: all blocks go."
+    )
+    l3_gb_s: float = Field(20.0, gt=0, description="GB/s between an instance and L3, reads and writes together.")
+    l3_latency_ms: float = Field(1.0, ge=0, description="Milliseconds of a call to L3 besides.")
+    fetch: Literal["predicted", "always"] = Field(
+        "predicted",
+        description="What is brought up from L2 and L3: blocks predicted to be cheaper fetched than computed, or all.",
+    )
+    fetch_base_s: float = Field(
+        0.25, ge=0, description="Seconds that a request waits for L2 and L3 before it computes instead."
+    )
+    fetch_per_kilotoken_s: float = Field(
+        0.1, ge=0, description="More of them, for each 1,000 tokens of its prompt that are not in the KV cache."
+    )
     pipeline_depth: int = Field(2, ge=1, le=2, description="Plans in flight: 2 plans a step while one runs.")
     noise: float = Field(0.05, ge=0, le=1, description="Spread of a step's time around its mean (sigma of its log).")
     deviation: float = Field(
@@ -64,3 +97,14 @@ class SimulationConfig(WorkloadConfig):
     slo_ttft_ms: float = Field(4000.0, gt=0, description="Goodput: longest time to first token.")
     slo_tpot_ms: float = Field(60.0, gt=0, description="Goodput: longest time per output token.")
     sample_every_s: float | None = Field(None, gt=0, description="Simulated seconds between looks at the instances.")
+
+    @property
+    def lower_tiers(self) -> bool:
+        """There is a cache below the instances' own."""
+        return self.l2_memory > 0 or self.l3 is not None
+
+    @model_validator(mode="after")
+    def _tiers_cache_prefixes(self) -> SimulationConfig:
+        if self.lower_tiers and not self.enable_prefix_caching:
+            raise ValueError("l2_memory and l3 keep cached prefixes, so they need enable_prefix_caching")
+        return self

@@ -66,7 +66,8 @@ class SimulatedExecutor:
     def submit(self, plan: Plan) -> asyncio.Future[StepResult]:
         work, sampled = self._plan_rows.apply(plan)
         if self._log is not None:
-            self._log.note("plan", self._node.index, plan.id, plan.steps, plan.ended, plan.remaps)
+            found = [(row.request_id, row.start) for row in plan.new]  # tokens that the cache had of it
+            self._log.note("plan", self._node.index, plan.id, found, plan.steps, plan.ended, plan.remaps)
         planned_at = self._loop.time() + self._planning.step_s + self._planning.row_s * work.rows
         start = max(planned_at, self._free_at)
         duration = self._times.draw(work) * self._node.slow

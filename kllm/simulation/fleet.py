@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from kllm.cache.tiers.tiered_cache import TieredCache
 from kllm.cluster.gateway import Gateway
 from kllm.cluster.routing import LeastLoaded, Router
 from kllm.costs.noise import StepTimeSource
@@ -20,7 +21,8 @@ from kllm.simulation.launcher import InstanceSpec, SimulatedInstance, SimulatedL
 from kllm.simulation.loop import run
 from kllm.simulation.node import Node
 from kllm.simulation.results import FleetResult
-from kllm.simulation.timeline import Timeline
+from kllm.simulation.store import SimulatedStore
+from kllm.simulation.timeline import Timeline, hits_by_tier
 from kllm.workload.sample import Sample, TokenSource
 
 STUCK_S = 24 * 3600.0  # simulated seconds without any request ending, after the last arrival
@@ -66,6 +68,7 @@ class Fleet:
         self.fabric = Fabric(self._rng("fabric"), Weather(**vars(spec.weather)))
         gateway_node = Node(-1, spec.network_bytes_per_s)
         clocks = self._rng("clocks")
+        self.store = _make_store(spec.instance)
         self.launchers = [
             SimulatedLauncher(
                 Node(index, spec.network_bytes_per_s, clocks.uniform(0.0, spec.clock_spread_s)),
@@ -76,11 +79,12 @@ class Fleet:
                 self._rng(f"incarnations/{index}"),
                 self.log,
                 self._on_launch,
+                self.store,
             )
             for index in range(spec.instances)
         ]
         self.timeline = Timeline(self.launchers)
-        self.injector = FaultInjector(spec.faults, self.launchers, self.fabric, self.log.note)
+        self.injector = FaultInjector(spec.faults, self.launchers, self.fabric, self.log.note, self.store)
         self.gateway = Gateway(
             self.launchers,
             rng=self._rng("gateway"),
@@ -126,8 +130,8 @@ class Fleet:
             await asyncio.gather(sending, *side, return_exceptions=True)
         simulated = self._loop.time() - start
         self.timeline.take(simulated)
+        counters, tiers = self.timeline.counters, self.timeline.tier_counts
         await self._settle()
-        counters = self.timeline.counters
         return FleetResult(
             outcomes=clients.outcomes,
             samples=self.timeline.samples,
@@ -143,6 +147,9 @@ class Fleet:
             quota_tokens=counters.quota_tokens,
             overtakes=counters.overtakes,
             chunk_tokens=self.spec.instance.engine.chunk_tokens,
+            hits=hits_by_tier(counters),
+            tiers=tiers,
+            wasted=counters.wasted,
             faults=self.injector.happened,
         )
 
@@ -173,6 +180,8 @@ class Fleet:
             instance = launcher.current
             if instance is not None and instance.alive and instance.scheduler is not None:
                 instance.scheduler.check()
+                if instance.tiers is not None:
+                    instance.tiers.check()
 
     async def _settle(self) -> None:
         """Faults end; what instances still hold for requests that have ended is given back; then all stop."""
@@ -183,6 +192,23 @@ class Fleet:
             if instance.scheduler is not None and instance.ended_well:
                 instance.scheduler.check()
                 assert instance.scheduler.num_unfinished == 0, "an instance holds a request that has ended"
+                assert instance.scheduler.kv.clear(), "an instance holds blocks for nobody"
+            if instance.tiers is not None:
+                await _check_empty(instance.tiers)
+
+
+async def _check_empty(tiers: TieredCache) -> None:
+    """However the instance ended, every slot of its L2 is free or holds a block that nobody uses."""
+    tiers.check()
+    await tiers.clear(store=False)
+    assert tiers.snapshot().l2_blocks == 0, "slots of L2 are held for nobody"
+
+
+def _make_store(instance: InstanceSpec) -> SimulatedStore | None:
+    if instance.engine.l3 is None:
+        return None
+    assert instance.tiers is not None
+    return SimulatedStore(instance.tiers.page_bytes, instance.engine.l3_capacity)
 
 
 def run_fleet(

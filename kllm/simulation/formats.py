@@ -105,6 +105,49 @@ def fairness(summary: dict[str, Any]) -> str:
     return "; ".join(words)
 
 
+def hits(summary: dict[str, Any]) -> str:
+    """'L1 30.1 %, L2 8.2 %, L3 1 %' of a summary with lower tiers; empty without."""
+    if summary["tiers"] is None:
+        return ""
+    return ", ".join(f"{tier.upper()} {share(rate)}" for tier, rate in summary["hit_rate"].items())
+
+
+def tiers(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, figures) of what the lower tiers did, in blocks; empty where there are none."""
+    counts = summary["tiers"]
+    if counts is None:
+        return []
+    rows = [
+        (
+            "L1 evicted",
+            f"{count(counts['l1_evicted'])} blocks, {count(counts['l1_lost'])} of them without a copy below",
+        ),
+        ("L1 to L2", _moved(counts["saved"], counts["bytes_saved"], counts["saves_dropped"])),
+        ("L2 to L1", f"{_moved(counts['loaded'], counts['bytes_loaded'])}, in {seconds(counts['load_s'])}"),
+        ("L2 in use", f"{count(counts['l2_blocks'])} of {count(counts['l2_capacity'])}, {_evicted(counts, 'l2')}"),
+    ]
+    if counts["stored"] or counts["fetched"] or counts["store_errors"] or counts["stores_dropped"]:
+        rows += [
+            ("L2 to L3", _moved(counts["stored"], counts["bytes_stored"], counts["stores_dropped"])),
+            ("L3 to L2", f"{_moved(counts['fetched'], counts['bytes_fetched'])}, in {seconds(counts['fetch_s'])}"),
+            ("L3", f"{_evicted(counts, 'l3')}, {counts['store_errors']:,} errors"),
+        ]
+    mean = counts["lookup_s"] / counts["lookups"] if counts["lookups"] else None
+    rows.append(("Lookups", f"{count(counts['lookups'])}, {seconds(mean)} on average, {counts['late']:,} too late"))
+    left = f"{count(counts['recomputed'])} blocks computed although they were below, {count(counts['wasted'])} brought"
+    rows.append(("Not used", f"{left} in vain"))
+    return rows
+
+
+def _moved(blocks: int, size: int, dropped: int = 0) -> str:
+    lost = f", {count(dropped)} dropped" if dropped else ""
+    return f"{count(blocks)} blocks, {count(size / 1e9)} GB{lost}"
+
+
+def _evicted(counts: dict[str, Any], tier: str) -> str:
+    return f"{count(counts[f'{tier}_evicted'])} evicted"
+
+
 def _digits(value: float) -> str:
     """Three significant digits, no exponent, thousands separated."""
     size = abs(value)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kllm.cache.tiers.tiered_cache import TieredCache
 from kllm.config import EngineConfig
 from kllm.costs.noise import StepTimeSource
-from kllm.engine.assembly import make_scheduler
+from kllm.engine.assembly import make_scheduler, put_tiers_below
 from kllm.engine.core import EngineCore
 from kllm.engine.instance import instance_main
 from kllm.messages import Down, Hello, Starting, Up
@@ -18,6 +20,9 @@ from kllm.simulation.decision_log import DecisionLog
 from kllm.simulation.executor import PlanningCost, SimulatedExecutor
 from kllm.simulation.fabric import Fabric, FabricLink
 from kllm.simulation.node import Node
+from kllm.simulation.node_work import NodeWork
+from kllm.simulation.page_mover import SimulatedPageMover
+from kllm.simulation.store import SimulatedStore, StoreHandle
 from kllm.simulation.workers import SimulatedWorkers
 from kllm.transport.link import LinkClosed
 
@@ -25,11 +30,25 @@ NOTICE_S = 0.05  # from the end of a process to the launcher's knowing of it
 
 
 @dataclass(frozen=True)
+class TierSpeeds:
+    """What an instance's way to its lower tiers is. page_bytes: of one KV block.
+
+    host: copies between the accelerators' memory and the host's. store: calls of the instance to the store.
+    """
+
+    page_bytes: int
+    host_bytes_per_s: float
+    host_latency_s: float
+    store_bytes_per_s: float
+    store_latency_s: float
+
+
+@dataclass(frozen=True)
 class InstanceSpec:
     """What every instance of a fleet is. engine: its knobs, the production ones.
 
     num_blocks: KV blocks of engine.block_size tokens. start_phases: (name, seconds), in order.
-    top_k: tokens that attention is limited to (sparse attention).
+    top_k: tokens that attention is limited to (sparse attention). tiers: needed where the engine has lower tiers.
     """
 
     engine: EngineConfig
@@ -39,16 +58,20 @@ class InstanceSpec:
     start_phases: tuple[tuple[str, float], ...]
     planning: PlanningCost
     top_k: int | None = None
+    tiers: TierSpeeds | None = None
 
 
 class SimulatedInstance:
-    """One incarnation (the Instance port): a task on its node. `link` is the gateway's end."""
+    """One incarnation (the Instance port): a task on its node. `link` is the gateway's end. work: what its process
+    waits for, besides messages and steps."""
 
     def __init__(self, node: Node, link: FabricLink[Up, Down], far: FabricLink[Down, Up]) -> None:
         self.node = node
         self.link = link
         self.scheduler: Scheduler | None = None  # once it has started
         self.executor: SimulatedExecutor | None = None
+        self.tiers: TieredCache | None = None
+        self.work = NodeWork(node)
         self.far = far
         self.life: asyncio.Task[None]
         self._reason = "the instance has ended"
@@ -72,6 +95,10 @@ class SimulatedInstance:
         self._reason = reason
         if silently:
             self.far.cut()
+        self._terminate()
+
+    def _terminate(self) -> None:
+        self.work.end()
         self.life.cancel()
 
     def _on_end(self, life: asyncio.Task[None]) -> None:
@@ -90,17 +117,20 @@ class SimulatedInstance:
         return reason
 
     async def stop(self, grace_s: float) -> None:
-        """The same as a signal: it can only be given where the machine can be reached."""
+        """The same as a signal: it can only be given where the machine can be reached. One that is leaving by itself
+        gets grace_s seconds to do so."""
         self.link.close()
         await self.node.usable()
-        self.life.cancel()
+        if self.alive and self.far.inbox.closed:
+            await asyncio.wait([self.life], timeout=grace_s)
+        self._terminate()
         await asyncio.shield(self._gone)
 
 
 class SimulatedLauncher:
     """The InstanceLauncher port. One per node; `current` is the latest incarnation.
 
-    rng: draws incarnation ids. on_launch: told of every incarnation."""
+    rng: draws incarnation ids. on_launch: told of every incarnation. store: the fleet's, if there is one."""
 
     def __init__(
         self,
@@ -112,6 +142,7 @@ class SimulatedLauncher:
         rng: random.Random,
         log: DecisionLog | None = None,
         on_launch: Callable[[SimulatedInstance], None] = lambda instance: None,
+        store: SimulatedStore | None = None,
     ) -> None:
         self.node = node
         self.current: SimulatedInstance | None = None
@@ -123,6 +154,8 @@ class SimulatedLauncher:
         self._rng = rng
         self._log = log
         self._on_launch = on_launch
+        self._store = store
+        self._fingerprint = hashlib.blake2b(spec.engine.model.encode(), digest_size=16).hexdigest()
 
     async def launch(self) -> SimulatedInstance:
         await self.node.usable()
@@ -142,7 +175,11 @@ class SimulatedLauncher:
             await asyncio.sleep(duration)
             seconds[name] = duration
         scheduler = make_scheduler(
-            spec.engine, num_blocks=spec.num_blocks, max_model_len=spec.max_model_len, eos_token_ids=()
+            spec.engine,
+            num_blocks=spec.num_blocks,
+            max_model_len=spec.max_model_len,
+            eos_token_ids=(),
+            fingerprint=self._fingerprint,
         )
         executor = SimulatedExecutor(
             node,
@@ -154,6 +191,9 @@ class SimulatedLauncher:
             log=self._log,
         )
         instance.scheduler, instance.executor = scheduler, executor
+        core, workers = EngineCore(scheduler, executor, node.clock), SimulatedWorkers()
+        if spec.engine.lower_tiers:
+            instance.tiers = self._put_tiers_below(core, workers, instance.work)
         hello = Hello(
             instance_id=node.name,
             incarnation=f"{self._rng.getrandbits(128):032x}",
@@ -168,7 +208,23 @@ class SimulatedLauncher:
             operators="simulated",
         )
         self.up.set()
-        await instance_main(instance.far, EngineCore(scheduler, executor, node.clock), None, SimulatedWorkers(), hello)
+        try:
+            await instance_main(instance.far, core, None, workers, hello)
+        finally:
+            instance.work.end()
+            if instance.tiers is not None:
+                await instance.tiers.close()  # what was cut off in its last moments ends with the process
+
+    def _put_tiers_below(self, core: EngineCore, workers: SimulatedWorkers, work: NodeWork) -> TieredCache:
+        speeds, node, log = self._spec.tiers, self.node, self._log
+        assert speeds is not None, "an instance with lower tiers needs their speeds"
+        mover = SimulatedPageMover(node, work, speeds.page_bytes, speeds.host_bytes_per_s, speeds.host_latency_s, log)
+        store = None
+        if self._spec.engine.l3 is not None:
+            assert self._store is not None, "the fleet has no store"
+            store = StoreHandle(self._store, node, work, speeds.store_bytes_per_s, speeds.store_latency_s, log)
+        clock = asyncio.get_running_loop().time  # steady, as time.monotonic is: nobody can set it
+        return put_tiers_below(core, self._spec.engine, mover, store, self._fingerprint, workers, clock)
 
 
 def _tell(link: FabricLink[Down, Up], message: Up) -> bool:

@@ -36,6 +36,7 @@ def render_page(result: FleetResult, summary: dict[str, Any]) -> str:
         _latency_table(summary),
         _timelines(result),
         _latencies(result, summary),
+        _tiers(summary),
         _instances(summary["instances"]),
         _footer(summary),
     ]
@@ -131,8 +132,9 @@ def _key_figures(summary: dict[str, Any]) -> Iterable[tuple[str, str, str] | tup
     )
     yield (
         "Prefix hit rate",
-        formats.share(summary["hit_rate"]["l1"]),
-        f"of {formats.count(summary['prompt_tokens'])} prompt tokens were in the instances' KV cache",
+        formats.share(sum(summary["hit_rate"].values())),
+        f"of {formats.count(summary['prompt_tokens'])} prompt tokens were cached"
+        + (f": {hits}" if (hits := formats.hits(summary)) else " in the instances' memory"),
     )
     busy = [row["busy"] for row in summary["instances"]]
     spread = f"; {formats.share(min(busy))} to {formats.share(max(busy))} by instance" if len(busy) > 1 else ""
@@ -199,6 +201,16 @@ def _latencies(result: FleetResult, summary: dict[str, Any]) -> str:
         return ""
     below = f"<section class=card>{scatter.html()}</section>" if scatter is not None else ""
     return f"<h2>Latency</h2><section class='card pair'>{drawn}</section>{below}"
+
+
+def _tiers(summary: dict[str, Any]) -> str:
+    rows = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in formats.tiers(summary))
+    if not rows:
+        return ""
+    meaning = "L1 is the accelerators' memory, L2 the host's, L3 the fleet's store; all instances together"
+    return (
+        f'<h2>Cache tiers</h2><section class=card><p class=note>{meaning}</p><dl class="settings">{rows}</dl></section>'
+    )
 
 
 def _instances(rows: list[dict[str, Any]]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kllm.telemetry.tier_counts import TierCounts
+
 Ending = Literal["completed", "error", "abort", "refused"]
 
 
@@ -34,6 +36,8 @@ class InstanceSample:
     """State of one instance at one moment, and what it did since the sample before.
 
     busy: share of the time that its executor computed, 0 to 1. step_tokens, step_rows: mean over those steps.
+    looked_up: prompt tokens of requests that were admitted. hits: those of them that were in the KV cache, and that had
+    been brought there for the request from L2 and from L3.
     """
 
     time_s: float
@@ -45,6 +49,8 @@ class InstanceSample:
     busy: float
     step_rows: float
     step_tokens: float
+    looked_up: int = 0
+    hits: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -54,6 +60,8 @@ class FleetResult:
     trace_load: the trace's own arrival rate as a share of the fleet's saturation. load: that of this run.
     cost_per_gpu_hour: dollars, None if not known. gpus: of all instances. chunk_tokens: most prompt tokens of one
     request in a step; prompts of at most so many are short. most_yields: of one request. quota_tokens: see EngineLoad.
+    hits: tokens by tier that admitted requests found, all attempts (see InstanceSample). tiers: of all instances; None
+    where there are no lower tiers. wasted: blocks brought and gone again when their request was admitted.
     """
 
     outcomes: list[RequestOutcome]
@@ -70,6 +78,9 @@ class FleetResult:
     quota_tokens: int = 0
     overtakes: int = 0
     chunk_tokens: int = 0
+    hits: tuple[int, int, int] = (0, 0, 0)
+    tiers: TierCounts | None = None
+    wasted: int = 0
     trace_load: float | None = None
     load: float | None = None
     cost_per_gpu_hour: float | None = None

@@ -13,17 +13,18 @@ from kllm.config import EngineConfig
 from kllm.costs.capacity import Capacity, Deployment, best_layout, kv_capacity, smallest_gpus
 from kllm.costs.errors import CostError
 from kllm.costs.fitted import load_step_time
-from kllm.costs.hardware import find_hardware
+from kllm.costs.hardware import Hardware, find_hardware
 from kllm.costs.layout import Layout, parse_layout
 from kllm.costs.model_specs import ModelSpec, find_model
 from kllm.costs.noise import NoisyStepTime, StepTimeSource, perturbed
 from kllm.costs.roofline import RooflineModel
 from kllm.costs.step import StepTimeModel
+from kllm.engine.assembly import host_slots
 from kllm.simulation.config import SimulationConfig
 from kllm.simulation.executor import PlanningCost
 from kllm.simulation.faults import FaultError, FaultSchedule
 from kllm.simulation.fleet import FleetSpec, Progress, run_fleet
-from kllm.simulation.launcher import InstanceSpec
+from kllm.simulation.launcher import InstanceSpec, TierSpeeds
 from kllm.simulation.load import make_load
 from kllm.simulation.results import FleetResult
 from kllm.simulation.saturation import InstanceLimits, saturation_rate
@@ -41,8 +42,18 @@ ENGINE_KNOBS = (
     "fair_kv_share",
     "max_overtakes",
     "enable_prefix_caching",
+    "l2_memory",
+    "l2_write",
+    "l2_min_reuse",
+    "l3",
+    "l3_capacity",
+    "l3_min_reuse",
+    "fetch",
+    "fetch_base_s",
+    "fetch_per_kilotoken_s",
     "pipeline_depth",
 )
+PCIE_EFFICIENCY = 0.8  # of the nominal rate, as for the accelerators' own memory
 
 
 class SimulationError(ValueError):
@@ -56,6 +67,8 @@ class _Costs:
     model: StepTimeModel
     source: Callable[[random.Random], StepTimeSource]
     kv_tokens: int
+    kv_bytes_per_token: float
+    host_gb_s: float
     max_model_len: int
     gpus: int
     dollars_per_hour: float
@@ -127,6 +140,8 @@ def _costs(config: SimulationConfig) -> _Costs:
         model=predicted,
         source=lambda rng: NoisyStepTime(truth, rng, config.noise),
         kv_tokens=config.kv_tokens or capacity.tokens,
+        kv_bytes_per_token=capacity.kv_bytes_per_token,
+        host_gb_s=config.l2_gb_s or _host_gb_s(hardware, capacity.layout.gpus),
         max_model_len=min(config.max_model_len or model.max_length, config.kv_tokens or capacity.tokens_per_group),
         gpus=capacity.layout.gpus,
         dollars_per_hour=capacity.dollars_per_hour,
@@ -159,6 +174,40 @@ def _capacity(config: SimulationConfig, model: ModelSpec) -> Capacity:
         return best_layout(deployment, gpus)
 
 
+def _host_gb_s(hardware: Hardware, gpus: int) -> float:
+    """Every GPU copies its share of a block. Without a bus between them a copy reads and writes the one memory."""
+    return hardware.memory_gb_s / 2 if hardware.pcie_gb_s is None else PCIE_EFFICIENCY * hardware.pcie_gb_s * gpus
+
+
+def _tier_speeds(config: SimulationConfig, costs: _Costs, engine: EngineConfig, notes: list[str]) -> TierSpeeds | None:
+    """Adds to the notes what they hold and how fast they are. Raises SimulationError."""
+    if not engine.lower_tiers:
+        return None
+    page_bytes = round(costs.kv_bytes_per_token * config.block_size)
+    try:
+        slots = host_slots(engine, page_bytes)
+    except ValueError as error:
+        raise SimulationError(str(error)) from None
+    notes.append(
+        f"L2 of an instance holds {slots * config.block_size:,} tokens, at {costs.host_gb_s:.4g} GB/s and "
+        f"{config.l2_latency_us:g} µs a copy of up to 4 MiB or a block"
+    )
+    if engine.l3 is not None:
+        tokens = config.l3_capacity // page_bytes * config.block_size
+        notes.append(
+            f"L3 of the fleet holds {tokens:,} tokens, at {config.l3_gb_s:g} GB/s an instance and "
+            f"{config.l3_latency_ms:g} ms a call"
+        )
+    notes.append("uncertain: speeds of L2 and L3")
+    return TierSpeeds(
+        page_bytes=page_bytes,
+        host_bytes_per_s=costs.host_gb_s * 1e9,
+        host_latency_s=config.l2_latency_us * 1e-6,
+        store_bytes_per_s=config.l3_gb_s * 1e9,
+        store_latency_s=config.l3_latency_ms * 1e-3,
+    )
+
+
 def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sample]) -> FleetSpec:
     knobs = {name: getattr(config, name) for name in ENGINE_KNOBS}
     engine = EngineConfig.model_validate({"model": config.model, **knobs})
@@ -170,6 +219,7 @@ def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sampl
         start_phases=tuple((name, share * config.start_s) for name, share in START_PHASES),
         planning=PlanningCost(config.planning_step_us * 1e-6, config.planning_row_us * 1e-6),
         top_k=costs.top_k,
+        tiers=_tier_speeds(config, costs, engine, costs.notes),
     )
     horizon = max(sample.arrival_s for sample in samples)
     return FleetSpec(
@@ -178,20 +228,24 @@ def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sampl
         times=costs.source,
         seed=config.seed,
         router=ROUTERS[config.routing],
-        faults=_faults(config.faults, config.instances, horizon),
+        faults=_faults(config, horizon),
         gateway={"max_queue": config.max_queue, "silence_limit": config.silence_s},
         sample_every_s=config.sample_every_s or max(1.0, horizon / TIMELINE_POINTS),
     )
 
 
-def _faults(text: str | None, instances: int, horizon_s: float) -> FaultSchedule:
+def _faults(config: SimulationConfig, horizon_s: float) -> FaultSchedule:
+    text, instances, store = config.faults, config.instances, config.l3 is not None
     if text is None:
         return FaultSchedule()
     if not text.startswith("random:"):
-        return FaultSchedule.parse(text, instances)
+        schedule = FaultSchedule.parse(text, instances)
+        if schedule.needs_store and not store:
+            raise FaultError("faults of the store need a store: give l3")
+        return schedule
     try:
         seed, *count = (int(part) for part in text.split(":")[1:])
         (mean,) = count or [4]
     except ValueError:
         raise FaultError(f"{text!r} is not random:SEED or random:SEED:COUNT") from None
-    return FaultSchedule.random(seed, instances, horizon_s, mean)
+    return FaultSchedule.random(seed, instances, horizon_s, mean, store=store)

@@ -76,6 +76,15 @@ class Intervals:
             counts[self.index(time)] += 1
         return [count / self.width for count in counts]
 
+    def shares(self, parts: Iterable[tuple[float, float, float]]) -> list[float | None]:
+        """Of (time, part, whole) the sum of parts over the sum of wholes, None where there is nothing of which."""
+        sums = [[0.0, 0.0] for _ in range(self.number)]
+        for time_s, part, whole in parts:
+            place = sums[self.index_before(time_s)]
+            place[0] += part
+            place[1] += whole
+        return [part / whole if whole else None for part, whole in sums]
+
     def band(self, samples: Iterable[InstanceSample], value: Callable[[InstanceSample], float]) -> Band:
         """Over all samples of instances that are up."""
         intervals: list[_Interval | None] = [None] * self.number
@@ -99,7 +108,9 @@ class Intervals:
 class Timelines:
     """Everything the page draws over time. down: spans of seconds without service, by instance.
 
-    rates: the intervals of arrivals and completions, long enough for some requests each."""
+    rates: the intervals of arrivals, completions and hits, long enough for some requests each.
+    hits: by tier, share of the prompt tokens of the requests that were admitted; those of tiers that had any.
+    """
 
     intervals: Intervals
     rates: Intervals
@@ -112,6 +123,7 @@ class Timelines:
     kv_by_instance: dict[int, Band] = field(default_factory=dict)
     down: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     up: list[float | None] = field(default_factory=list)  # instances in service, mean per interval
+    hits: dict[str, list[float | None]] = field(default_factory=dict)
 
 
 def timelines(
@@ -141,6 +153,11 @@ def timelines(
         },
         down={instance: spans for instance, own in sorted(by_instance.items()) if (spans := _down(own))},
         up=_in_service(intervals, by_instance.values()),
+        hits={
+            name: rates.shares((sample.time_s, sample.hits[tier], sample.looked_up) for sample in samples)
+            for tier, name in enumerate(("L1", "L2", "L3"))
+            if any(sample.hits[tier] for sample in samples)
+        },
     )
 
 

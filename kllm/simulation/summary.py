@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any, get_args
 
+import msgspec
+
 from kllm.simulation.results import Ending, FleetResult, InstanceSample, RequestOutcome
 from kllm.telemetry.statistics import PERCENTILES, Slo, distribution, prompt_class
 
 _DISTRIBUTION = ("mean", *(f"p{percent}" for percent in PERCENTILES))
 _MOST_REASONS = 10
+TIERS = ("l1", "l2", "l3")
 _DIGITS = 6  # significant digits: enough for every reader, and no noise of the last bits in a file
 
 
@@ -39,7 +42,8 @@ def summarise(result: FleetResult, slo: Slo) -> dict[str, Any]:
         "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms, "share": _share(within, len(result.outcomes))},
         "goodput_rps": _share(within, duration),
         "requests_per_s": _share(len(done), duration),
-        "hit_rate": _hit_rate(done),
+        "hit_rate": _hit_rate(done, result.hits),
+        "tiers": _tiers(result),
         **_tokens(done, duration, result.gpus),
         "utilisation": _mean([figures["busy"] for figures in instances]),
         "load": result.load,
@@ -139,10 +143,22 @@ def _tokens(done: Sequence[RequestOutcome], duration: float, gpus: int) -> dict[
     }
 
 
-def _hit_rate(done: Sequence[RequestOutcome]) -> dict[str, float]:
-    """Share of prompt tokens found in each tier. Tiers below the accelerator's memory do not exist yet."""
+def _hit_rate(done: Sequence[RequestOutcome], hits: tuple[int, int, int]) -> dict[str, float]:
+    """Share of prompt tokens found in each tier. A client is told what was cached, not where: its tokens are shared out
+    as those that all requests found were, which is the same unless requests were resubmitted."""
     prompt = sum(outcome.prompt_tokens for outcome in done)
-    return {"l1": _share(sum(outcome.cached_tokens for outcome in done), prompt), "l2": 0.0, "l3": 0.0}
+    cached = sum(outcome.cached_tokens for outcome in done)
+    if not sum(hits):
+        return {"l1": _share(cached, prompt), "l2": 0.0, "l3": 0.0}
+    return {tier: _share(cached * part, prompt * sum(hits)) for tier, part in zip(TIERS, hits, strict=True)}
+
+
+def _tiers(result: FleetResult) -> dict[str, float] | None:
+    """TierCounts of the fleet; None where there are no lower tiers."""
+    if result.tiers is None:
+        return None
+    counts = msgspec.structs.asdict(result.tiers) | {"wasted": result.wasted}
+    return {name: _rounded(count) if isinstance(count, float) else count for name, count in counts.items()}
 
 
 def _cost(result: FleetResult, done: Sequence[RequestOutcome]) -> dict[str, float | None] | None:

@@ -44,10 +44,11 @@ def key_figures(summary: dict[str, Any]) -> dict[str, str]:
         "Output tokens/s": f"{formats.count(summary['output_tokens_per_s'])}"
         f" ({formats.count(summary['output_tokens_per_s_per_gpu'])} per GPU)",
         "Total tokens/s": formats.count(summary["total_tokens_per_s"]),
-        "Prefix cache": f"{formats.share(summary['hit_rate']['l1'])} of {formats.count(summary['prompt_tokens'])}"
-        " prompt tokens",
+        "Prefix cache": f"{formats.share(sum(summary['hit_rate'].values()))} of "
+        f"{formats.count(summary['prompt_tokens'])} prompt tokens" + _list(list(filter(None, [formats.hits(summary)]))),
         "Busy": f"{formats.share(summary['utilisation'])} of the time, mean of {len(summary['instances'])} instances",
     }
+    rows |= dict(formats.tiers(summary))
     if load := formats.load(summary["load"], summary["trace_load"]):
         rows["Load"] = load
     if cost := summary["cost"]:

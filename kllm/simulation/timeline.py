@@ -5,19 +5,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import msgspec
+
 from kllm.cluster.slot import add_counters
 from kllm.messages import EngineLoad
 from kllm.simulation.launcher import SimulatedInstance, SimulatedLauncher
 from kllm.simulation.results import InstanceSample
+from kllm.telemetry.tier_counts import OF_THE_MOMENT, TierCounts
 
 
 class _Meter:
-    """Counters of one incarnation's executor at the last sample."""
+    """Counters of one incarnation and its executor at the last sample."""
 
     def __init__(self) -> None:
         self.instance: SimulatedInstance | None = None
         self.busy_s = 0.0
         self.steps = self.rows = self.tokens = 0
+        self.load = EngineLoad()
+
+
+def hits_by_tier(load: EngineLoad) -> tuple[int, int, int]:
+    """Tokens found in the KV cache that were there before the request came, that came from L2, and from L3."""
+    return load.prefix_hits - load.l2_hits - load.l3_hits, load.l2_hits, load.l3_hits
 
 
 class Timeline:
@@ -38,8 +47,19 @@ class Timeline:
 
     @property
     def counters(self) -> EngineLoad:
-        loads = [instance.scheduler.load() for instance in self.instances if instance.scheduler is not None]
+        loads = [load for instance in self.instances if (load := _load(instance)) is not None]
         return functools.reduce(add_counters, loads, EngineLoad())
+
+    @property
+    def tier_counts(self) -> TierCounts | None:
+        """Totals over all incarnations, and what is of the moment over those that live. None: no lower tiers."""
+        total = self.counters.tiers
+        if total is None:
+            return None
+        alive = [launcher.current for launcher in self._launchers]
+        now = [one.tiers.snapshot() for one in alive if one is not None and one.alive and one.tiers is not None]
+        moment = {name: sum(getattr(counts, name) for counts in now) for name in OF_THE_MOMENT}
+        return msgspec.structs.replace(total, **moment)
 
     @property
     def most_yields(self) -> int:
@@ -58,6 +78,7 @@ class Timeline:
         executor, load = instance.executor, instance.scheduler.load()
         if meter.instance is not instance:
             meter.instance, meter.busy_s, meter.steps, meter.rows, meter.tokens = instance, 0.0, 0, 0, 0
+            meter.load = EngineLoad()
         steps = executor.steps - meter.steps
         busy = min(1.0, (executor.busy_s - meter.busy_s) / max(now_s - self._last_s, 1e-9))
         rows, tokens = executor.rows - meter.rows, executor.tokens - meter.tokens
@@ -67,6 +88,8 @@ class Timeline:
             executor.rows,
             executor.tokens,
         )
+        before, meter.load = meter.load, load
+        l1, l2, l3 = (now - then for now, then in zip(hits_by_tier(load), hits_by_tier(before), strict=True))
         return InstanceSample(
             now_s,
             index,
@@ -77,4 +100,12 @@ class Timeline:
             busy,
             rows / steps if steps else 0.0,
             tokens / steps if steps else 0.0,
+            load.prefix_queries - before.prefix_queries,
+            (l1, l2, l3),
         )
+
+
+def _load(instance: SimulatedInstance) -> EngineLoad | None:
+    if instance.scheduler is None or instance.tiers is None:
+        return None if instance.scheduler is None else instance.scheduler.load()
+    return msgspec.structs.replace(instance.scheduler.load(), tiers=instance.tiers.snapshot())

@@ -13,7 +13,7 @@ MOST_SMALL = 8  # instances that get a chart of their own; more are drawn as a b
 _MOST_MARKS = 120  # faults marked on a chart
 _MOST_LABELS = 12  # faults marked with their kind, too
 _FAULT = re.compile(
-    r"(?P<at>[0-9]+(?:\.[0-9]+)?) (?P<kind>[a-z]+)(?: (?P<node>[0-9]+))?(?: for (?P<for>[0-9]+(?:\.[0-9]+)?))?"
+    r"(?P<at>[0-9]+(?:\.[0-9]+)?) (?P<kind>[a-z-]+)(?: (?P<node>[0-9]+))?(?: for (?P<for>[0-9]+(?:\.[0-9]+)?))?"
 )
 
 
@@ -35,6 +35,8 @@ def fleet_charts(lines: Timelines, faults: list[str]) -> list[Chart]:
     ):
         chart = Chart(title, x, percent_axis(unit), meaning)
         charts.append(_banded(chart, lines.intervals, band, css, spread, formats.share))
+    if lines.hits:
+        charts.append(_hits(lines, x))
     if up and min(up) < max(up):
         y = linear_axis(0, max(up), "instances", formats.round_count, most=4)
         chart = Chart("In service", x, y, "instances that are up")
@@ -80,6 +82,25 @@ def _rates(lines: Timelines, x: Axis) -> Chart:
             ("completions/s", [formats.count(value) for value in lines.completions]),
         ],
     )
+    return chart
+
+
+def _hits(lines: Timelines, x: Axis) -> Chart:
+    """The tiers above each other: the top of the last is the share found anywhere."""
+    chart = Chart("Prefix hits", x, percent_axis("% of prompt tokens"), "found in a tier of the cache, summed up")
+    middles = lines.rates.middles
+    known = [place for place, value in enumerate(next(iter(lines.hits.values()))) if value is not None]
+    base: list[float | None] = [None] * len(middles)
+    for place in known:
+        base[place] = 0.0
+    for css, (name, values) in zip("cab", lines.hits.items(), strict=False):
+        top = [None if low is None or value is None else low + value for low, value in zip(base, values, strict=True)]
+        chart.band(middles, base, top, css)
+        chart.line(middles, top, css, name)
+        base = top
+    readings = [("at", [formats.seconds(middles[place]) for place in known])]
+    readings += [(name, [formats.share(values[place]) for place in known]) for name, values in lines.hits.items()]
+    chart.hover([middles[place] for place in known], readings)
     return chart
 
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kllm.telemetry.families import LABELS, PREFIX, Families
 from kllm.telemetry.statistics import PROMPT_CLASSES, prompt_class
+from kllm.telemetry.tier_metrics import TierLoad, tier_metrics
 
-PREFIX = "kllm:"
 VLLM_PREFIX = "vllm:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LABELS = ("model_name", "engine")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -43,7 +43,7 @@ _HISTOGRAMS = (
 )
 
 
-class Load(Protocol):
+class Load(TierLoad, Protocol):
     """The part of kllm.messages.EngineLoad that is exported."""
 
     @property
@@ -74,7 +74,10 @@ class Load(Protocol):
     def prefix_queries(self) -> int: ...
 
     @property
-    def prefix_hits(self) -> int: ...
+    def events_sent(self) -> int: ...
+
+    @property
+    def events_dropped(self) -> int: ...
 
 
 class Source(Protocol):
@@ -146,10 +149,10 @@ class RequestMetrics:
 class Metrics:
     """Every metric of one server, in a registry of its own.
 
-    Gauges have a sample for each instance, whose index is the label `engine`; everything else is of the whole server,
-    with the label 0. source: read at scrape time. cache_config: called then too, for the labels of cache_config_info.
-    chunk_tokens: called when a first token comes: a prompt of at most so many tokens is of the class short, others are
-    long; with 0 (not known) all are short. vllm_names: export everything under the prefix vllm: as well.
+    Gauges are of each instance, everything else is of the whole server. source: read at scrape time. cache_config:
+    called then too, for the labels of cache_config_info. chunk_tokens: called when a first token comes: a prompt of at
+    most so many tokens is of the class short, others are long; with 0 (not known) all are short. vllm_names: export
+    everything under the prefix vllm: as well.
     """
 
     def __init__(
@@ -161,7 +164,8 @@ class Metrics:
         vllm_names: bool = False,
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self._labels = (model_name, "0")
+        families = Families(model_name)
+        self._labels = families.labels
         self._chunk_tokens = chunk_tokens
         self._vllm_names = vllm_names
         self._histograms = {
@@ -180,7 +184,7 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._finished = {reason: finished.labels(*self._labels, reason) for reason in FINISHED_REASONS}
-        self.registry.register(_SourceCollector(source, cache_config, self._labels))
+        self.registry.register(_SourceCollector(source, cache_config, families))
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(*self._labels)
@@ -214,46 +218,44 @@ class Metrics:
 class _SourceCollector(Collector):
     """What the gateway and the instances count themselves, read at scrape time."""
 
-    def __init__(self, source: Source, cache_config: Callable[[], Mapping[str, str]], labels: tuple[str, str]) -> None:
+    def __init__(self, source: Source, cache_config: Callable[[], Mapping[str, str]], families: Families) -> None:
         self._source = source
         self._cache_config = cache_config
-        self._labels = labels
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        loads, totals = self._source.loads, self._source.totals
-        yield self._gauge("num_requests_running", "Requests in the running batch.", [x.running for x in loads])
-        yield self._gauge("num_requests_waiting", "Requests waiting for a place.", [x.waiting for x in loads])
-        yield self._gauge(
+        loads, totals, families = self._source.loads, self._source.totals, self._families
+        yield families.gauge("num_requests_running", "Requests in the running batch.", [x.running for x in loads])
+        yield families.gauge("num_requests_waiting", "Requests waiting for a place.", [x.waiting for x in loads])
+        yield families.gauge(
             "num_requests_blocked",
             "Waiting requests that did not fit into the KV cache when they were tried last.",
             [x.blocked for x in loads],
         )
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", [x.kv_usage for x in loads])
-        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", totals.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", totals.prefix_hits)
-        yield self._counter("num_preemptions", "Preemptions.", totals.preemptions)
-        yield self._counter("num_prefill_yields", "Times that a long prompt gave way to others.", totals.yields)
-        yield self._counter(
+        yield families.gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", [x.kv_usage for x in loads])
+        yield families.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", totals.prefix_queries)
+        yield families.counter(
+            "prefix_cache_hits", "Tokens found in the prefix cache, in any tier.", totals.prefix_hits
+        )
+        yield families.counter("num_preemptions", "Preemptions.", totals.preemptions)
+        yield families.counter("num_prefill_yields", "Times that a long prompt gave way to others.", totals.yields)
+        yield families.counter(
             "prefill_quota_tokens", "Prompt tokens that long prompts computed before others.", totals.quota_tokens
         )
-        yield self._counter(
+        yield families.counter(
             "num_overtakes", "Admissions past a request that did not fit into the KV cache.", totals.overtakes
         )
-        yield self._counter("instance_restarts", "Times that an instance was started again.", self._source.restarts)
+        yield families.counter(
+            "cache_event_messages", "Messages about the cache that were published.", totals.events_sent
+        )
+        yield families.counter(
+            "cache_event_batches_dropped", "Batches of cache events that were given up.", totals.events_dropped
+        )
+        yield from tier_metrics(families, loads, totals)
+        yield families.counter("instance_restarts", "Times that an instance was started again.", self._source.restarts)
         info = InfoMetricFamily(PREFIX + "cache_config", "How the KV cache is laid out.")
-        info.add_metric((), dict(self._cache_config()) | dict(zip(LABELS, self._labels, strict=True)))
+        info.add_metric((), dict(self._cache_config()) | dict(zip(LABELS, families.labels, strict=True)))
         yield info
-
-    def _gauge(self, name: str, text: str, values: Sequence[float]) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
-        for index, value in enumerate(values):
-            family.add_metric((self._labels[0], str(index)), value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
 
 
 def _renamed(text: bytes) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import fairness
+from benchmarks import fairness, parts
 from benchmarks.long_prompts import blocked, planning, report, sweep, virtual
 from benchmarks.long_prompts.mixed import FIGURES, LONG_FROM, MixedLoad, Seen, compare
 from benchmarks.long_prompts.simulated import saturation, seen, simulate, this_machine
@@ -87,8 +87,8 @@ def test_parts_are_kept_and_shown(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(virtual, "TRACE_SECONDS", 20.0)
     monkeypatch.setattr(virtual, "WAVES", ((5.0, (600_000,)),))
     results, console = tmp_path / "fairness.json", Console(file=io.StringIO(), width=160)
-    fairness.run(["plan", "f2"], results, console)
-    kept = fairness.run(["sweep", "virtual"], results, console)
+    parts.measure(fairness.PARTS, ["plan", "f2"], results, console)
+    kept = parts.measure(fairness.PARTS, ["sweep", "virtual"], results, console)
     assert set(kept) == {"plan", "f2", "sweep", "virtual"} == set(json.loads(results.read_text()))
     figures = fairness.summary(kept)
     assert figures["plan_ms"] > 0

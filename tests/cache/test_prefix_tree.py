@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kllm.cache import prefix_tree
+from kllm.cache.eviction import Leaf, LeastRecentlyUsed
 from kllm.cache.prefix_tree import PrefixCursor, PrefixTree
 
 Prefix = tuple[bytes, ...]
@@ -209,8 +211,13 @@ def test_eviction_takes_leaves_first_then_what_was_left_longest_ago() -> None:
     assert tree.check() == set()
 
 
+class MostRecentlyUsed(LeastRecentlyUsed):
+    def value(self, leaf: Leaf) -> float:
+        return -leaf.used
+
+
 def test_the_order_of_eviction_is_pluggable() -> None:
-    tree = PrefixTree(value=lambda node: -node.used)
+    tree = PrefixTree(MostRecentlyUsed())
     for number in range(3):
         cursor = tree.cursor()
         tree.insert(cursor, keys(number), [number])
@@ -289,3 +296,22 @@ def test_matching_and_racing_cost_the_new_keys_only(chunk: int) -> None:
     costs = list(costs_of_chunks(tree, tree.cursor(), 200, chunk))
     assert max(costs) <= 4 * (chunk + prefix_tree.MAX_RUN // chunk + 1)
     assert sum(costs[-50:]) <= 1.2 * sum(costs[:50])
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_coldest_go_first(seed: int) -> None:
+    """coldest() changes nothing, and its first block is what evict() gives up."""
+    rng = random.Random(seed)
+    tree = PrefixTree()
+    blocks = iter(range(1000))
+    for _ in range(rng.randrange(1, 20)):
+        cursor = tree.cursor()
+        keys = [bytes([rng.randrange(3)]) for _ in range(rng.randrange(1, 6))]
+        matched = tree.match(cursor, keys)
+        tree.insert(cursor, keys[len(matched) :], [next(blocks) for _ in keys[len(matched) :]])
+        tree.release(cursor)
+    owned = tree.check()
+    coldest = tree.coldest(rng.randrange(1, 30))
+    assert set(coldest) <= tree.check() == owned
+    assert len(coldest) == len(set(coldest))
+    assert coldest[0] == tree.evict(1)[0]

@@ -84,6 +84,8 @@ def test_values_of_every_kind():
         (EngineConfig, ["--max-num-seqs", "many"], "--max-num-seqs: input should be a valid integer"),
         (EngineConfig, ["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a size"),
         (EngineConfig, ["--dtype", "int3"], "--dtype: input should be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        (EngineConfig, ["--kv-events-config", "{"], "--kv-events-config: kv_events_config is not JSON"),
+        (EngineConfig, ["--kv-events-config", '{"endpoint": "x"}'], "--kv-events-config: endpoint: "),
         (EngineConfig, ["--pipeline-depth", "3"], "--pipeline-depth: input should be less than or equal to 2"),
         (ServerConfig, ["--port", "65536"], "--port: input should be less than or equal to 65535"),
         (ServerConfig, ["--drain-timeout=-1"], "--drain-timeout: input should be greater than or equal to 0"),
@@ -110,6 +112,7 @@ def test_rates_may_be_infinite():
     [
         EngineConfig(model="smollm2"),
         EngineConfig(model="/a b/c.gguf", dtype="float32", enable_prefix_caching=False, num_kv_blocks=7, threads=1),
+        EngineConfig(model="smollm2", kv_events_config='{"enable_kv_cache_events": true, "topic": "a b"}'),
     ],
 )
 def test_arguments_for_a_child_give_the_same_config(config):

@@ -101,6 +101,22 @@ def test_options_from_a_file_and_flags_win_over_it(simulate, trace, tmp_path):
     assert summary["settings"]["seed"] == 6
 
 
+def test_lower_tiers_by_flags_and_from_a_file(simulate, trace, tmp_path):
+    flags = (
+        "--l2-memory 1GiB --l2-write back --l3 shared --l3-capacity 2GiB --l3-min-reuse 2 --fetch always --l3-gb-s 5"
+    )
+    by_flags = json.loads(simulate("--json", *flags.split()).out)
+    path = tmp_path / "fleet.toml"
+    path.write_text(
+        f'trace = "{trace}"\ninstances = 2\nl2_memory = "1GiB"\nl2_write = "back"\nl3 = "shared"\n'
+        'l3_capacity = "2GiB"\nl3_min_reuse = 2\nfetch = "always"\nl3_gb_s = 5\n'
+    )
+    from_file = json.loads(simulate("--json", "--config", str(path)).out)
+    assert by_flags["decision_hash"] == from_file["decision_hash"]
+    assert by_flags["tiers"]["l2_capacity"] == 2 * (2**30 // (53_940 * 64))
+    assert simulate("--json", "--l2-memory", "lots").status == 2
+
+
 def test_yaml_is_read_too(simulate, trace, tmp_path):
     path = tmp_path / "fleet.yaml"
     path.write_text(f"trace: {trace}\ninstances: 1\nnum_prompts: 5\n")

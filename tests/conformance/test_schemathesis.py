@@ -27,6 +27,7 @@ CHECKS: Any = [
 ]
 POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/version", "/metrics", "/load")
+FLUSHES = ("/reset_prefix_cache", "/flush_cache")
 GOOD, BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 MANY = 500
 
@@ -68,8 +69,8 @@ def test_bodies(live_server: LiveServer, schema: Any, path: str, mode: schemathe
     explore(live_server, schema, path, mode, 60)
 
 
-@pytest.mark.parametrize("path", GETS)
-def test_reading(live_server: LiveServer, schema: Any, path: str) -> None:
+@pytest.mark.parametrize("path", [*GETS, *FLUSHES])
+def test_without_a_body(live_server: LiveServer, schema: Any, path: str) -> None:
     explore(live_server, schema, path, GOOD, 10)
 
 

@@ -8,13 +8,32 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from support.page_memory import DictStore, MemoryMover
 from support.simulated_runner import SimulatedRunner, reference_output
 from support.virtual_time import run
 
 from kllm.cache.manager import KVManager
+from kllm.cache.tiers.settings import TierSettings
+from kllm.cache.tiers.store_link import StoreLink
+from kllm.cache.tiers.tiered_cache import TieredCache
 from kllm.engine.core import EngineCore
 from kllm.engine.instance import ThreadWorkers, instance_main
-from kllm.messages import Abort, Deltas, Down, Drain, Drained, EngineLoad, Hello, Ping, Submit, Up, decode_up, encode
+from kllm.messages import (
+    Abort,
+    CacheCleared,
+    ClearCache,
+    Deltas,
+    Down,
+    Drain,
+    Drained,
+    EngineLoad,
+    Hello,
+    Ping,
+    Submit,
+    Up,
+    decode_up,
+    encode,
+)
 from kllm.request import Request, SamplingParams
 from kllm.scheduling.plan import Late, Plan, StepResult
 from kllm.scheduling.scheduler import Scheduler
@@ -58,10 +77,11 @@ class TimedRunner:
 class Peer:
     """The gateway's end. Keeps all that comes."""
 
-    def __init__(self, link: Link[Up, Down], executor: TimedRunner, scheduler: Scheduler) -> None:
+    def __init__(self, link: Link[Up, Down], core: EngineCore, executor: TimedRunner) -> None:
         self.link = link
+        self.core = core
         self.executor = executor
-        self.scheduler = scheduler
+        self.scheduler = core.scheduler
         self.messages: list[Up] = []
 
     async def listen(self) -> None:
@@ -107,7 +127,7 @@ def serve(talk: Callable[[Peer], Awaitable[None]], *, ends: bool = False, **opti
         core = EngineCore(scheduler, executor, asyncio.get_running_loop().time)
         hello = Hello(instance_id="i", incarnation="x")
         instance = asyncio.ensure_future(instance_main(lower, core, None, ThreadWorkers(), hello, **options))
-        peer = Peer(upper, executor, scheduler)
+        peer = Peer(upper, core, executor)
         listening = asyncio.ensure_future(peer.listen())
         await talk(peer)
         assert not ends or instance.done()
@@ -253,3 +273,44 @@ def test_without_pings_there_is_no_lease() -> None:
         assert peer.of(Drained)
 
     serve(talk, ends=True, lease_s=5.0)
+
+
+def test_clearing_the_cache() -> None:
+    async def talk(peer: Peer) -> None:
+        peer.send(submit("r", max_tokens=100))
+        await asyncio.sleep(20 * STEP_S)
+        peer.send(ClearCache(token="a"), ClearCache(token="b", store=True))
+        await asyncio.sleep(0.1)
+        assert peer.of(CacheCleared) == [CacheCleared(token=token, complete=False) for token in "ab"]
+        await asyncio.sleep(2.0)
+        peer.send(ClearCache(token="c"))
+        await asyncio.sleep(0.1)
+        assert peer.of(CacheCleared)[2:] == [CacheCleared(token="c", complete=True)]
+        assert peer.scheduler.kv.cached == 0
+
+    serve(talk)
+
+
+def test_a_question_that_comes_again_is_answered_once_and_an_error_told() -> None:
+    async def talk(peer: Peer) -> None:
+        store = DictStore(delay=lambda: 5.0)
+        clock = asyncio.get_running_loop().time
+        kv = KVManager(8, 8, fingerprint="00")
+        link = StoreLink(store, "00", clock)
+        settings = TierSettings()
+        tiers = TieredCache(kv, 8, MemoryMover(8, 8), link, settings, ThreadWorkers(), clock)
+        peer.core.use_tiers(tiers)
+        for _ in range(4):
+            peer.send(ClearCache(token="a", store=True))
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(3.0)
+        assert peer.of(CacheCleared) == [CacheCleared(token="a", complete=True)]
+        assert store.calls == 1
+        store.broken = True
+        peer.send(ClearCache(token="b", store=True), ClearCache(token="c"))
+        await asyncio.sleep(6.0)
+        told = CacheCleared(token="b", complete=False, error="the store is broken")
+        assert peer.of(CacheCleared)[1:] == [CacheCleared(token="c", complete=True), told]
+        await tiers.close()
+
+    serve(talk)

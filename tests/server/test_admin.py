@@ -9,7 +9,7 @@ import httpx
 import pytest
 from support.api_server import ApiServer
 
-from kllm.server.responses import LoadResponse, ModelList, TokenizeResponse
+from kllm.server.responses import CacheClearedResponse, LoadResponse, ModelList, TokenizeResponse
 
 TEXT = "/v1/completions"
 
@@ -78,7 +78,7 @@ def test_api_keys() -> None:
         assert client.post(TEXT, content=b"not even JSON").status_code == 401
         for path in ("/load", "/v1/models/tiny"):
             assert client.get(path).status_code == 401
-        for path in ("/tokenize", "/detokenize", "/v1/chat/completions"):
+        for path in ("/tokenize", "/detokenize", "/v1/chat/completions", "/reset_prefix_cache", "/flush_cache"):
             assert client.post(path, json={}).status_code == 401
         for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json"):
             assert client.get(path).status_code == 200
@@ -86,20 +86,79 @@ def test_api_keys() -> None:
             assert client.get("/v1/models", headers={"Authorization": key}).status_code == 200
 
 
-def test_keys_do_not_share_cached_prefixes() -> None:
-    body = {"prompt": "say:same", "cache_salt": "mine"}
-    with ApiServer(api_key=["first", "second"]) as server, server.client() as client:
-        for key in ("first", "first", "second"):
+def salts(keys: list[str], *callers: str, salt: str | None = None, **options: object) -> list[str]:
+    """The cache salts of requests that come with these keys."""
+    body = {"prompt": "say:same", "cache_salt": salt}
+    with ApiServer(api_key=keys, **options) as server, server.client() as client:
+        for key in callers:
             assert client.post(TEXT, json=body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
-        one, again, other = (request.cache_salt for request in server.instance.submits)
+        return [request.cache_salt for request in server.instance.submits]
+
+
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_keys_do_not_share_cached_prefixes(salt: str | None) -> None:
+    one, again, other = salts(["first", "second"], "first", "first", "second", salt=salt)
     assert one == again != other
     assert "first" not in one
+    assert one not in salts(["first", "second"], "first", "second", salt="yours")
+
+
+def test_a_salt_cannot_imitate_another_key() -> None:
+    [first] = salts(["first", "second"], "first")
+    for imitated in (first, f"\0{first}", f"{first}\0"):
+        assert first not in salts(["first", "second"], "second", salt=imitated)
+
+
+def test_one_key_or_the_wish_to_share_needs_no_salts() -> None:
+    assert salts(["only"], "only") == salts(["only", "only"], "only") == [""]
+    assert salts(["first", "second"], "first", "second", share_cache_between_keys=True) == ["", ""]
+    assert salts(["first", "second"], "second", salt="mine", share_cache_between_keys=True) == ["mine"]
+
+
+def test_clearing_the_cache() -> None:
+    nothing_left = {"complete": True, "instances": [{"instance": 0, "complete": True, "error": None}]}
+    with ApiServer() as server, server.client() as client:
+        for path in (
+            "/reset_prefix_cache",
+            "/flush_cache",
+            "/reset_prefix_cache?reset_external=false&reset_running_requests=0",
+            "/reset_prefix_cache?reset_external=true",
+            "/reset_prefix_cache?reset_external=True",
+        ):
+            response = client.post(path)
+            assert (response.status_code, response.json()) == (200, nothing_left)
+            CacheClearedResponse.model_validate(response.json())
+        assert server.instance.clears == [False, False, False, True, True]
+        for query, param in (
+            ("reset_external=maybe", "reset_external"),
+            ("reset_extrenal=true", "reset_extrenal"),
+            ("reset_running_requests=true", "reset_running_requests"),
+        ):
+            refused = client.post(f"/reset_prefix_cache?{query}")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert client.post("/flush_cache?reset_external=true").status_code == 400
+        assert client.get("/flush_cache").status_code == 405
+        assert len(server.instance.clears) == 5
+
+
+def test_clearing_says_when_something_is_left() -> None:
+    with ApiServer() as server, server.client() as client:
+        server.instance.paused = True
+        running = threading.Thread(target=lambda: client.post(TEXT, json={"prompt": "say:abc"}))
+        running.start()
+        server.until(lambda: len(server.instance.running) == 1)
+        with server.client() as other:
+            reply = other.post("/flush_cache").json()
+        assert reply == {"complete": False, "instances": [{"instance": 0, "complete": False, "error": None}]}
+        server.instance.paused = False
+        running.join()
 
 
 def test_before_the_instance_is_ready() -> None:
     with ApiServer(start=False) as server, server.client() as client:
         assert client.get("/health").status_code == 200
-        for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("POST", TEXT), ("POST", "/tokenize")):
+        posts = (TEXT, "/tokenize", "/flush_cache")
+        for method, path in (("GET", "/ready"), ("GET", "/v1/models"), *(("POST", path) for path in posts)):
             response = client.request(method, path, json={"prompt": "a"} if method == "POST" else None)
             assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
             assert int(response.headers["retry-after"]) > 0

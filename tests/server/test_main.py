@@ -110,6 +110,19 @@ def test_instances_share_the_machine() -> None:
         instance_config(EngineConfig(model="m", bind_threads=True), 0, 2, *machine)
 
 
+def test_every_instance_publishes_its_own_cache_events() -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5560"}
+    config = EngineConfig.model_validate({"model": "m", "kv_events_config": events})
+    third = instance_config(config, 2, 3, 4, 2**30).kv_events_config
+    assert third is not None
+    assert (third.endpoint, third.replay_endpoint) == ("tcp://*:5559", "tcp://*:5562")
+    assert instance_config(config, 0, 1, 4, 2**30) == config
+    with pytest.raises(ServeError, match=r"kv_events_config: .*at least 4 ports apart"):
+        instance_config(config, 0, 4, 4, 2**30)
+    off = EngineConfig.model_validate({"model": "m", "kv_events_config": {**events, "enable_kv_cache_events": False}})
+    assert instance_config(off, 0, 4, 4, 2**30).kv_events_config == off.kv_events_config
+
+
 def test_every_router_has_a_name_in_the_config() -> None:
     assert set(get_args(ServerConfig.model_fields["routing"].annotation)) == set(ROUTERS)
 

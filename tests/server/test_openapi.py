@@ -18,18 +18,21 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 OPERATIONS = {
     "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
     "/health", "/ready", "/version", "/metrics", "/load",
+    "/reset_prefix_cache", "/flush_cache",
 }  # fmt: skip
 
 
-READ_ONLY = {
-    path for path in OPERATIONS if path.startswith(("/v1/models", "/health", "/ready", "/ver", "/met", "/load"))
+TAKE_NOTHING = {
+    path
+    for path in OPERATIONS
+    if path.startswith(("/v1/models", "/health", "/ready", "/ver", "/met", "/load", "/flush"))
 }
 GOOD, BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 
 
 @pytest.mark.parametrize(
     ("path", "mode"),
-    [(path, GOOD) for path in sorted(OPERATIONS)] + [(path, BAD) for path in sorted(OPERATIONS - READ_ONLY)],
+    [(path, GOOD) for path in sorted(OPERATIONS)] + [(path, BAD) for path in sorted(OPERATIONS - TAKE_NOTHING)],
 )
 def test_operation(server: ApiServer, path: str, mode: schemathesis.GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

@@ -6,20 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kllm.simulation.faults import KINDS, FaultError, FaultSchedule
+from kllm.simulation.faults import KINDS, STORE_KINDS, FaultError, FaultSchedule
 
 
-@given(st.integers(0, 2**32), st.integers(1, 64), st.floats(1.0, 1e5))
-def test_the_text_of_a_schedule_brings_it_back(seed: int, instances: int, horizon_s: float) -> None:
-    schedule = FaultSchedule.random(seed, instances, horizon_s)
-    assert FaultSchedule.random(seed, instances, horizon_s) == schedule
+@given(st.integers(0, 2**32), st.integers(1, 64), st.floats(1.0, 1e5), st.booleans())
+def test_the_text_of_a_schedule_brings_it_back(seed: int, instances: int, horizon_s: float, store: bool) -> None:
+    schedule = FaultSchedule.random(seed, instances, horizon_s, store=store)
+    assert FaultSchedule.random(seed, instances, horizon_s, store=store) == schedule
     assert FaultSchedule.parse(str(schedule), instances) == schedule
     assert all(0 <= fault.at_s <= horizon_s and fault.node < instances for fault in schedule.faults)
 
 
 def test_every_kind_is_drawn() -> None:
-    drawn = {fault.kind for seed in range(50) for fault in FaultSchedule.random(seed, 4, 100.0).faults}
+    drawn = {fault.kind for seed in range(50) for fault in FaultSchedule.random(seed, 4, 100.0, store=True).faults}
     assert drawn == set(KINDS)
+
+
+def test_a_fleet_without_a_store_has_no_fault_of_one() -> None:
+    schedules = [FaultSchedule.random(seed, 4, 100.0) for seed in range(50)]
+    assert not any(schedule.needs_store for schedule in schedules)
+    assert {fault.kind for schedule in schedules for fault in schedule.faults} == set(KINDS) - set(STORE_KINDS)
+    assert FaultSchedule.parse("3 store-gone for 2", 1).needs_store
 
 
 @pytest.mark.parametrize(
@@ -32,6 +39,8 @@ def test_every_kind_is_drawn() -> None:
         ("12 hang 1", "lasts some time"),
         ("12 slow 1 for 3 by 0", "factor above 0"),
         ("12 weather for 3 by 1.5", "probability"),
+        ("12 store-full", "lasts some time"),
+        ("12 store-slow for 3", "factor above 0"),
         ("1 crash 0; nonsense", "nonsense"),
     ],
 )

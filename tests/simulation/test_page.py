@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fleet_results import make_result
+from support.fleet_results import add_tiers, make_result
 
 from kllm.simulation import formats
 from kllm.simulation.charts import Axis, Chart, fitting_axis, linear_axis, log_axis, time_axis
@@ -73,6 +73,21 @@ def test_everything_is_on_it():
     ):
         assert words in reader.text
     assert reader.count("figure") == 6 + 4 + 2 + 1
+
+
+def test_lower_tiers_are_on_it():
+    reader = Reader(make_page(add_tiers(make_result())))
+    assert reader.count("figure") == 7 + 4 + 2 + 1
+    for words in (
+        "Prefix hits",
+        "Cache tiers",
+        "4,321 blocks",
+        "1,234 blocks, 4.32 GB, in 1.50 s",
+        "10.0 ms on average",
+    ):
+        assert words in reader.text
+    assert re.search(r"L1 \d+\.\d %, L2 \d+\.\d %, L3 \d+\.\d %", reader.text)
+    assert "Cache tiers" not in make_page(make_result())
 
 
 def test_it_loads_nothing_and_reads_without_script():
@@ -179,6 +194,17 @@ def test_a_band_is_of_instances_in_service():
     assert running == [(4, 6, 8), (6, 6, 6), (1, 2, 3)]
     assert known(lines.up) == [2, 1, 2]
     assert lines.down == {1: [(1.0, 2.0)]}
+
+
+def test_hits_are_shares_of_what_was_looked_up():
+    samples = [
+        InstanceSample(time, 0, True, 0, 0, 0.0, 0.0, 0.0, 0.0, looked_up, hits)
+        for time, looked_up, hits in [(1.0, 100, (10, 0, 5)), (2.0, 0, (0, 0, 0)), (3.0, 300, (0, 0, 30))]
+    ]
+    lines = timelines([], samples, 3.0, 8)
+    assert set(lines.hits) == {"L1", "L3"}
+    assert sum(known(lines.hits["L3"])) == pytest.approx(0.05 + 0.1)
+    assert known(lines.hits["L1"]) == [0.1, 0.0]
 
 
 def lines_of(lines):

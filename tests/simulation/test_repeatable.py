@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.fleets import run_faulty
+import pytest
+from support.fleets import faulty_fleet, run_faulty
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = "from support.fleets import run_faulty; print(run_faulty({seed}).decision_hash)"
@@ -19,8 +20,10 @@ def hash_in_a_process(seed: int, hash_seed: str) -> str:
     return subprocess.run(program, env=environment, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_same_seed_gives_the_same_decisions_under_any_hash_seed() -> None:
-    assert hash_in_a_process(3, "0") == hash_in_a_process(3, "4242") == run_faulty(3).decision_hash
+@pytest.mark.parametrize("seed", [3, 4, 8])  # without lower tiers, and with both
+def test_the_same_seed_gives_the_same_decisions_under_any_hash_seed(seed: int) -> None:
+    assert (faulty_fleet(seed).instance.engine.l3 is None) == (seed == 3)
+    assert hash_in_a_process(seed, "0") == hash_in_a_process(seed, "4242") == run_faulty(seed).decision_hash
 
 
 def test_another_seed_gives_other_decisions() -> None:

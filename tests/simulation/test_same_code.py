@@ -61,6 +61,6 @@ def test_nothing_that_serves_knows_of_the_simulation() -> None:
 
 def test_the_fleet_is_made_of_production_classes() -> None:
     tree = ast.parse((SOURCE / "simulation" / "launcher.py").read_text())
-    assert {"make_scheduler", "EngineCore", "instance_main"} <= imported_classes(tree)
+    assert {"make_scheduler", "put_tiers_below", "EngineCore", "instance_main"} <= imported_classes(tree)
     tree = ast.parse((SOURCE / "simulation" / "fleet.py").read_text())
     assert "Gateway" in imported_classes(tree)

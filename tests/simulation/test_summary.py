@@ -9,7 +9,7 @@ import statistics
 import numpy as np
 import pytest
 from rich.console import Console
-from support.fleet_results import make_result
+from support.fleet_results import add_tiers, make_result
 
 from kllm.simulation.results import FleetResult, InstanceSample, RequestOutcome
 from kllm.simulation.summary import instance_figures, summarise
@@ -39,6 +39,27 @@ def test_the_promised_keys_are_there_and_it_is_json():
     assert set(summary["hit_rate"]) == {"l1", "l2", "l3"}
     assert summary["hit_rate"]["l2"] == summary["hit_rate"]["l3"] == 0
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def test_hits_are_shared_out_among_the_tiers():
+    without, summary = summarise(make_result(), Slo()), summarise(add_tiers(make_result()), Slo())
+    assert without["tiers"] is None
+    l1, l2, l3 = summary["hit_rate"].values()
+    assert l1 + l2 + l3 == pytest.approx(without["hit_rate"]["l1"])
+    assert (l1, l3) == pytest.approx((l2 / 2, l2 / 2), rel=1e-5)
+    assert summary["tiers"]["loaded"] == 4321
+    assert summary["tiers"]["wasted"] == 17
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    table = printed(summary)
+    for words in (
+        "L2 to L1",
+        "4,321 blocks",
+        "800 of 1,000",
+        "500, 10.0 ms on average, 3 too late",
+        "17 brought in vain",
+    ):
+        assert words in table
+    assert "L2" not in printed(without)
 
 
 def test_latencies_are_those_of_completed_requests():

@@ -15,7 +15,7 @@ from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 from kllm.cluster.gateway import Gateway
 from kllm.config import ServerConfig
-from kllm.messages import Abort, Deltas, Down, Drain, Drained, EngineLoad, Hello, Submit, Up
+from kllm.messages import Abort, CacheCleared, ClearCache, Deltas, Down, Drain, Drained, EngineLoad, Hello, Submit, Up
 from kllm.request import Delta, Request, Timings, TokenLogprobs
 from kllm.server.app import create_app
 from kllm.server.http_server import HttpServer
@@ -52,7 +52,7 @@ class TellingInstance:
     """Answers `say:TEXT` with TEXT, anything else with DEFAULT_ANSWER, at up to `per_step` tokens a step.
 
     `say:forever` never ends by itself; `say:fail` fails after two tokens; `say:refuse` is refused.
-    `aborts` and `submits` are read by tests; while `paused` nothing is answered.
+    `aborts`, `submits` and `clears` are read by tests; while `paused` nothing is answered.
     """
 
     def __init__(self, link: Link[Down, Up], tokenizer: Tokenizer, per_step: int) -> None:
@@ -62,6 +62,7 @@ class TellingInstance:
         self.running: dict[str, tuple[Request, list[int], int]] = {}
         self.submits: list[Request] = []
         self.aborts: list[str] = []
+        self.clears: list[bool] = []  # with the store, or not
         self.paused = False
         self.draining = False
 
@@ -95,6 +96,9 @@ class TellingInstance:
                         self.running.pop(request_id, None)
                 case Drain():
                     self.draining = True
+                case ClearCache(token=token, store=store):
+                    self.clears.append(store)
+                    self.link.send(CacheCleared(token=token, complete=not self.running))
 
     def told(self, request: Request) -> str:
         text = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)

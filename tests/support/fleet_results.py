@@ -6,6 +6,7 @@ import math
 import random
 
 from kllm.simulation.results import FleetResult, InstanceSample, RequestOutcome
+from kllm.telemetry.tier_counts import TierCounts
 
 
 def make_outcomes(rng: random.Random, requests: int, seconds: float) -> list[RequestOutcome]:
@@ -45,6 +46,20 @@ def make_samples(rng: random.Random, instances: int, seconds: int, down: range =
                 sample = InstanceSample(float(second), instance, False, 0, 0, 0.0, 0.0, 0.0, 0.0)
             samples.append(sample)
     return samples
+
+
+def add_tiers(result: FleetResult) -> FleetResult:
+    """Half of what was cached came from L2 and a quarter from L3, more and more of it."""
+    for sample in result.samples:
+        if sample.up:
+            sample.looked_up = 10_000
+            sample.hits = (1000, 10 * int(sample.time_s), 5 * int(sample.time_s))
+    result.hits = (1000, 2000, 1000)
+    result.wasted = 17
+    result.tiers = TierCounts(l1_evicted=9000, l1_lost=12, l2_blocks=800, l2_capacity=1000, saved=8500, loaded=4321)
+    result.tiers.fetched, result.tiers.bytes_fetched, result.tiers.fetch_s = 1234, 4_321_000_000, 1.5
+    result.tiers.lookups, result.tiers.lookup_s, result.tiers.late = 500, 5.0, 3
+    return result
 
 
 def make_result(instances: int = 4, requests: int = 500, seconds: int = 300, seed: int = 0) -> FleetResult:

@@ -10,12 +10,13 @@ from kllm.costs.step import StepWork
 from kllm.simulation.executor import PlanningCost
 from kllm.simulation.faults import FaultSchedule
 from kllm.simulation.fleet import FleetSpec, run_fleet
-from kllm.simulation.launcher import InstanceSpec
+from kllm.simulation.launcher import InstanceSpec, TierSpeeds
 from kllm.simulation.results import FleetResult
 from kllm.workload.sample import BLOCK, OWN, Sample, TokenSource
 
 VOCAB_SIZE = 1000
 HORIZON_S = 20.0
+PAGE_BYTES = 1 << 20
 
 
 class LinearTimes:
@@ -38,7 +39,26 @@ def small_instance(**engine: Any) -> InstanceSpec:
         vocab_size=VOCAB_SIZE,
         start_phases=(("process", 0.1), ("weights", 0.4)),
         planning=PlanningCost(1e-4, 1e-5),
+        tiers=TierSpeeds(
+            PAGE_BYTES, host_bytes_per_s=2e9, host_latency_s=1e-4, store_bytes_per_s=1e9, store_latency_s=2e-3
+        ),
     )
+
+
+def tier_knobs(seed: int) -> dict[str, Any]:
+    """Lower tiers of some kind, of two seeds in three; their store is none for two in five of those."""
+    rng = random.Random(f"tiers/{seed}")
+    if seed % 3 == 0:
+        return {}
+    return {
+        "l2_memory": rng.choice((0, 4, 30, 200)) * PAGE_BYTES if seed % 5 > 1 else 40 * PAGE_BYTES,
+        "l2_write": rng.choice(("through", "through", "selective", "back")),
+        "l3": "shared" if seed % 5 > 1 else None,
+        "l3_capacity": rng.choice((20, 100, 1000)) * PAGE_BYTES,
+        "l3_min_reuse": rng.choice((1, 1, 2)),
+        "fetch": rng.choice(("always", "always", "predicted")),
+        "fetch_base_s": rng.choice((0.01, 0.25)),
+    }
 
 
 def small_load(seed: int, count: int = 250, horizon_s: float = HORIZON_S) -> list[Sample]:
@@ -68,10 +88,12 @@ def impatience(seed: int) -> Any:
 
 def faulty_fleet(seed: int, *, faults: FaultSchedule | None = None, instances: int = 4, **spec: Any) -> FleetSpec:
     """Four small instances and about four faults, all from one seed. Faults are forgiven for as long as they last."""
-    schedule = FaultSchedule.random(seed, instances, HORIZON_S) if faults is None else faults
+    instance = small_instance(**tier_knobs(seed))
+    store = instance.engine.l3 is not None
+    schedule = FaultSchedule.random(seed, instances, HORIZON_S, store=store) if faults is None else faults
     return FleetSpec(
         instances=instances,
-        instance=small_instance(),
+        instance=instance,
         times=LinearTimes,
         seed=seed,
         faults=schedule,

@@ -144,7 +144,8 @@ class LiveServer:
     # -- what it says of itself ------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Samples of /metrics by name, summed over labels; those with a `finished_reason` also as name:reason."""
+        """Samples of /metrics by name, summed over labels; those with a `finished_reason` or `tier` also as
+        name:reason or name:tier."""
         with self.client() as client:
             text = client.get("/metrics").text
         samples: dict[str, float] = {}
@@ -153,7 +154,7 @@ class LiveServer:
                 continue
             name, _, rest = line.partition("{")
             labels, _, value = rest.rpartition("} ")
-            names = [name, *(f"{name}:{reason}" for reason in re.findall(r'finished_reason="(\w+)"', labels))]
+            names = [name, *(f"{name}:{reason}" for reason in re.findall(r'(?:finished_reason|tier)="(\w+)"', labels))]
             for key in names:
                 samples[key] = samples.get(key, 0.0) + float(value)
         return samples

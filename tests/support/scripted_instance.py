@@ -13,6 +13,8 @@ from support.lossy_link import LossyLink, Weather
 from kllm.cluster.launchers.launcher import LaunchError
 from kllm.messages import (
     Abort,
+    CacheCleared,
+    ClearCache,
     Deltas,
     Down,
     Drain,
@@ -70,6 +72,7 @@ class Faults:
     hung: bool = False
     stuck: bool = False  # takes requests and reports, but makes no step
     silent: bool = False  # works, but sends no EngineLoad
+    store_error: str | None = None  # why its store cannot be cleared
 
 
 @dataclass
@@ -148,6 +151,9 @@ class ScriptedInstance:
                             self.running.pop(request_id, None)
                 case Drain():
                     self.draining = True
+                case ClearCache(token=token, store=store) if not self.faults.hung:
+                    error = self.faults.store_error if store else None
+                    self.link.send(CacheCleared(token=token, complete=not self.running and not error, error=error))
                 case Ping():
                     pass
 

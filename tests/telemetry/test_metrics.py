@@ -44,6 +44,12 @@ def source() -> SimpleNamespace:
         "yields": 6,
         "quota_tokens": 640,
         "overtakes": 8,
+        "l2_hits": 0,
+        "l3_hits": 0,
+        "wasted": 0,
+        "tiers": None,
+        "events_sent": 12,
+        "events_dropped": 2,
     }
     load = SimpleNamespace(**gauges, **counters)
     return SimpleNamespace(loads=[load], totals=load, restarts=7)
@@ -85,6 +91,8 @@ def test_figures_of_the_source_are_read_at_scrape_time() -> None:
     assert found["kllm:num_prefill_yields_total", ""] == 6
     assert found["kllm:prefill_quota_tokens_total", ""] == 640
     assert found["kllm:num_overtakes_total", ""] == 8
+    assert found["kllm:cache_event_messages_total", ""] == 12
+    assert found["kllm:cache_event_batches_dropped_total", ""] == 2
 
 
 def test_every_instance_has_its_gauges() -> None:

@@ -36,6 +36,9 @@ class CpuOperators(ReferenceOperators):
     def describe(self) -> str:
         return f"{self.name} ({_native.instruction_set()}, {_native.threads()} threads)"
 
+    def numerics(self) -> str:
+        return f"{self.name} {_native.instruction_set()}"
+
     def pack_linear(self, *parts: WeightSource, gated: bool = False) -> LinearWeight:
         if any(isinstance(part, torch.Tensor) and part.dtype not in NAMES for part in parts):
             return super().pack_linear(*parts, gated=gated)

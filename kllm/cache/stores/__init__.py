@@ -1,0 +1,1 @@
+"""L3: blocks outside the instance, by content hash."""

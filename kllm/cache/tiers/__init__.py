@@ -1,0 +1,1 @@
+"""L2 and what moves blocks between the tiers."""

@@ -1,0 +1,157 @@
+"""HostPool: which blocks lie in the slots of host memory (L2), and which of them goes when room is needed. No bytes.
+
+    free ──reserve──► filling ──publish──► ready ──evict──► free
+                         └──── discard ────────────────────► ▲
+
+A filling slot is being written, by a copy from the device or by a read from the store; `arrival` tells who waits for
+it. A pinned slot is being read and is not evicted.
+
+Eviction is least recently used. A block is used when it comes, when it is brought up, and when the device evicts its
+copy; hits on the device do not come this far. A run of blocks is touched from its end to its beginning, so that a
+prefix outlives what continues it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+
+class HostBlock:
+    """A block in a slot. stored: the store has it too. arrival: done when it is ready or discarded (False)."""
+
+    __slots__ = ("arrival", "hash", "pins", "ready", "slot", "stored")
+
+    def __init__(self, block_hash: bytes, slot: int) -> None:
+        self.hash = block_hash
+        self.slot = slot
+        self.pins = 0
+        self.ready = False
+        self.stored = False
+        self.arrival: asyncio.Future[bool] | None = None
+
+    def arrived(self) -> asyncio.Future[bool]:
+        """Whether it became ready, once that is known."""
+        if self.arrival is None:
+            self.arrival = asyncio.get_running_loop().create_future()
+        return self.arrival
+
+
+class HostPool:
+    """num_slots: blocks of room. on_evict: told of blocks that went."""
+
+    def __init__(self, num_slots: int, on_evict: Callable[[list[bytes]], None] = lambda hashes: None) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._blocks: dict[bytes, HostBlock] = {}
+        self._idle: OrderedDict[bytes, HostBlock] = OrderedDict()  # ready and not pinned, coldest first
+        self._on_evict = on_evict
+        self.num_evicted = 0
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._blocks
+
+    def __len__(self) -> int:
+        """Slots in use."""
+        return len(self._blocks)
+
+    @property
+    def available(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    def get(self, block_hash: bytes) -> HostBlock | None:
+        """The block, ready or on its way."""
+        return self._blocks.get(block_hash)
+
+    def leading(self, hashes: Iterable[bytes]) -> int:
+        """How many of the first hashes are here, ready or on their way."""
+        count = 0
+        for block_hash in hashes:
+            if block_hash not in self._blocks:
+                break
+            count += 1
+        return count
+
+    # -- coming ----------------------------------------------------------------------------------------------
+
+    def reserve(self, hashes: Sequence[bytes]) -> list[HostBlock]:
+        """Slots for blocks that are not here, in order; fewer if there is not enough room. They are filling."""
+        self._evict(len(hashes) - len(self._free))
+        blocks = []
+        for block_hash in hashes[: len(self._free)]:
+            block = self._blocks[block_hash] = HostBlock(block_hash, self._free.pop())
+            blocks.append(block)
+        return blocks
+
+    def publish(self, blocks: Sequence[HostBlock]) -> None:
+        """Their bytes are there: filling -> ready."""
+        for block in reversed(blocks):
+            block.ready = True
+            self._settle(block, True)
+            if not block.pins:
+                self._idle[block.hash] = block
+
+    def discard(self, blocks: Iterable[HostBlock]) -> None:
+        """Their bytes will not come, or are worthless: filling -> free. Pins on them mean nothing any more."""
+        for block in blocks:
+            del self._blocks[block.hash]
+            self._free.append(block.slot)
+            self._settle(block, False)
+
+    @staticmethod
+    def _settle(block: HostBlock, ready: bool) -> None:
+        if block.arrival is not None and not block.arrival.done():
+            block.arrival.set_result(ready)
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    def pin(self, blocks: Iterable[HostBlock]) -> None:
+        for block in blocks:
+            block.pins += 1
+            self._idle.pop(block.hash, None)
+
+    def unpin(self, blocks: Sequence[HostBlock]) -> None:
+        """Given back: they are the most recently used now."""
+        for block in reversed(blocks):
+            block.pins -= 1
+            if block.ready and not block.pins:
+                self._idle[block.hash] = block
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """They have just been used, or just lost their copy on the device."""
+        for block_hash in reversed(hashes):
+            if block_hash in self._idle:
+                self._idle.move_to_end(block_hash)
+
+    # -- going -----------------------------------------------------------------------------------------------
+
+    def _evict(self, wanted: int) -> None:
+        gone: list[bytes] = []
+        while len(gone) < wanted and self._idle:
+            block_hash, block = self._idle.popitem(last=False)
+            del self._blocks[block_hash]
+            self._free.append(block.slot)
+            gone.append(block_hash)
+        if gone:
+            self.num_evicted += len(gone)
+            self._on_evict(gone)
+
+    def clear(self) -> None:
+        """Give up everything that is neither filling nor pinned."""
+        gone = list(self._idle)
+        for block in self._idle.values():
+            del self._blocks[block.hash]
+            self._free.append(block.slot)
+        self._idle.clear()
+        if gone:
+            self._on_evict(gone)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is in exactly one place."""
+        slots = self._free + [block.slot for block in self._blocks.values()]
+        assert sorted(slots) == list(range(self.num_slots))
+        for block_hash, block in self._blocks.items():
+            assert block.hash == block_hash
+            assert block.pins >= 0
+            assert (block_hash in self._idle) == (block.ready and not block.pins)

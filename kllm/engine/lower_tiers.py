@@ -1,0 +1,73 @@
+"""The tiers below an engine's KV cache, made from its config: host memory, and a store on disk or in Mooncake."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kllm.cache.events import EventSink
+from kllm.cache.kv_spec import KVSpec
+from kllm.cache.stores.store import Store
+from kllm.cache.tiers.tiered_cache import TieredCache, Workers
+from kllm.config import EngineConfig
+from kllm.engine.assembly import host_slots, put_tiers_below
+from kllm.engine.core import EngineCore
+from kllm.engine.page_mover import TensorPageMover
+from kllm.models.interface import KVCache
+
+SWITCH_S = 5e-4  # how long a thread keeps the interpreter that another wants; Python's own is ten times that
+SAMPLE_BYTES = 1 << 20  # at both ends of a weight file, to tell models apart
+
+
+def share_interpreter() -> None:
+    """The threads that move pages must not hold up the thread that plans steps: it gets the interpreter lock sooner."""
+    sys.setswitchinterval(SWITCH_S)
+
+
+async def open_tiers(
+    config: EngineConfig, core: EngineCore, cache: KVCache, spec: KVSpec, workers: Workers, sink: EventSink | None
+) -> TieredCache | None:
+    """Put what the config asks for below the engine's cache; None if that is nothing. Raises StoreError if the store
+    cannot be opened, ValueError for memory that holds no block."""
+    if not config.lower_tiers:
+        return None
+    share_interpreter()
+    page = spec.page_bytes()
+    mover = TensorPageMover(cache, spec, host_slots(config, page))
+    store = await _open_store(config, page) if config.l3 is not None else None
+    return put_tiers_below(core, config, mover, store, spec.fingerprint, workers, time.monotonic, sink)
+
+
+async def _open_store(config: EngineConfig, page_bytes: int) -> Store:
+    place = config.l3 or ""
+    if place.startswith("mooncake://"):
+        from kllm.cache.stores.mooncake import MooncakeStore
+
+        master = place.removeprefix("mooncake://")
+        return await MooncakeStore.connect(master, page_bytes, segment_bytes=config.l3_capacity)
+    if re.match(r"[a-z]+://", place):
+        raise ValueError(f"l3 is a folder or mooncake://HOST:PORT, not {place!r}")
+    from kllm.cache.stores.disk import DiskStore
+
+    return DiskStore(Path(place), page_bytes, config.l3_capacity)
+
+
+def identify(files: Sequence[Path], config: EngineConfig, operators: str) -> str:
+    """Names weights and numerics, so that KV is shared only where it would be the same: the ends and the size of every
+    weight file (reading all of a large model would take longer than loading it), and what computes with them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(files):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {size}\n".encode() + file.read(SAMPLE_BYTES))
+            file.seek(max(0, size - SAMPLE_BYTES))
+            digest.update(file.read(SAMPLE_BYTES))
+    numerics = [config.dtype, config.quantization, config.activations, config.kv_cache_dtype, operators]
+    digest.update(msgspec.json.encode(numerics))
+    return digest.hexdigest()
