@@ -21,6 +21,7 @@ def print_figures(kept: dict[str, Any], console: Console) -> None:
             console.print(_hits(title, figures["infinite_cache_hit_rate"], figures["runs"]))
     if "bubbles" in kept:
         console.print(_bubbles(kept["bubbles"]))
+        console.print(_real_engine(kept["bubbles"]["real_engine"]))
 
 
 def _real(figures: dict[str, Any]) -> Table:
@@ -60,4 +61,14 @@ def _bubbles(figures: dict[str, Any]) -> Table:
         one = figures[name]
         quarters = " ".join("-" if mean is None else f"{mean:.2f}" for mean in one["mean_ms_by_quarter"])
         table.add_row(name, *(f"{one[key]:.2f}" for key in ("mean_ms", "p50_ms", "p99_ms", "max_ms")), quarters)
+    return table
+
+
+def _real_engine(figures: dict[str, Any]) -> Table:
+    title = f"{figures['model']}, {figures['prompts']} prompts of {figures['tokens']:,} tokens"
+    table = Table(title=title, title_justify="left")
+    for column in ("", "ms between steps", "prefill, s"):
+        table.add_column(column, justify="right" if column else "left")
+    for name in ("incremental", "rescanning"):
+        table.add_row(name, f"{figures[name]['mean_ms']:.3f}", f"{figures[name]['prefill_s']:.2f}")
     return table

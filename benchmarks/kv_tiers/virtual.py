@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kllm.workload.reuse import infinite_cache_hits
 from rich.progress import Progress, TaskID
 
 from kllm.simulation.config import SimulationConfig
 from kllm.simulation.results import FleetResult
-from kllm.simulation.run import samples_of, simulate
-from kllm.telemetry.statistics import distribution
+from kllm.simulation.run import simulate
+from kllm.simulation.summary import Slo, summarise
+from kllm.workload.replay import trace_samples
+from kllm.workload.reuse import infinite_cache_hits
+from kllm.workload.traces import read_trace
 
 TRACES = {"mooncake-conversation": 1500, "weka-agentic": 1500}  # requests of each
 LOAD = 0.7
+SLO_MS = (4000.0, 60.0)  # TTFT, TPOT
 HOST_BYTES = 1_500_000_000_000  # of a node with 2 TB: 27.8 M tokens of 53,940 B
 STORE_BYTES = 20_000_000_000_000
 TIERS: dict[str, dict[str, Any]] = {
@@ -32,7 +35,8 @@ def measure(progress: Progress) -> dict[str, Any]:
 def _trace(trace: str, requests: int, progress: Progress) -> dict[str, Any]:
     knobs = {"trace": trace, "num_prompts": requests, "instances": 1, "load": LOAD, "start_s": 1.0}
     plain = SimulationConfig.model_validate(knobs)
-    hits, total = infinite_cache_hits(samples_of(plain), plain.block_size)
+    samples = trace_samples(read_trace(trace, limit_requests=requests), plain.scale)
+    hits, total = infinite_cache_hits(samples, plain.block_size)
     infinite = hits / total
     runs = {}
     for name, tiers in TIERS.items():
@@ -51,13 +55,12 @@ def _shower(progress: Progress, task: TaskID) -> Callable[[float, int, int], Non
 
 
 def _figures(result: FleetResult, infinite: float) -> dict[str, Any]:
-    rates = result.hit_rate
-    waits = [outcome.ttft_s for outcome in result.outcomes if outcome.ttft_s is not None]
-    spread = distribution(waits) or {}
-    duration = max(o.end_s for o in result.outcomes) - min(o.arrival_s for o in result.outcomes)
+    figures = summarise(result, Slo(*SLO_MS))
+    rates = figures["hit_rate"]
     return {
         "hit_rate": {tier: round(rate, 4) for tier, rate in rates.items()},
         "share_of_infinite": round(sum(rates.values()) / infinite, 4),
-        "ttft_s": {name: round(spread[name], 3) for name in ("mean", "p50", "p95")},
-        "requests_per_s": round(len(result.outcomes) / duration, 4),
+        "ttft_s": {name: round(figures["ttft_s"][name], 3) for name in ("mean", "p50", "p95")},
+        "requests_per_s": figures["requests_per_s"],
+        "goodput_rps": figures["goodput_rps"],
     }

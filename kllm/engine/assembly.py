@@ -80,6 +80,7 @@ def put_tiers_below(
     """L2, whose slots `mover` reaches, and L3 if there is a store, below the core's cache. fingerprint: of the model's
     KVSpec. clock: seconds on a steady clock. Raises ValueError (see host_slots)."""
     settings = TierSettings(
+        staging=not config.l2_memory,
         write=config.l2_write,
         min_reuse=config.l2_min_reuse,
         store_min_reuse=config.l3_min_reuse,

@@ -49,6 +49,10 @@ class SimulationConfig(WorkloadConfig):
     fair_kv_share: float = Field(0.5, gt=0, le=1, description="fair: share of the KV cache for long prompts.")
     max_overtakes: int = Field(64, ge=0, description="How often a request that does not fit may be passed.")
     enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
+    cache_eviction: Literal["lru", "value"] = Field(
+        "value",
+        description="Which cached prefixes go first when the KV cache is full: the coldest, or those worth least.",
+    )
     l2_memory: Bytes = Field(
         0,
         ge=0,

@@ -42,6 +42,7 @@ ENGINE_KNOBS = (
     "fair_kv_share",
     "max_overtakes",
     "enable_prefix_caching",
+    "cache_eviction",
     "l2_memory",
     "l2_write",
     "l2_min_reuse",
@@ -190,7 +191,7 @@ def _tier_speeds(config: SimulationConfig, costs: _Costs, engine: EngineConfig, 
         raise SimulationError(str(error)) from None
     notes.append(
         f"L2 of an instance holds {slots * config.block_size:,} tokens, at {costs.host_gb_s:.4g} GB/s and "
-        f"{config.l2_latency_us:g} µs a copy of up to 4 MiB or a block"
+        f"{config.l2_latency_us:g} µs a copy"
     )
     if engine.l3 is not None:
         tokens = config.l3_capacity // page_bytes * config.block_size

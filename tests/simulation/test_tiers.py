@@ -58,6 +58,10 @@ def test_samples_say_where_hits_came_from_when() -> None:
     assert sum(sample.looked_up for sample in result.samples) == sum(o.prompt_tokens for o in result.outcomes)
 
 
+def test_the_order_of_eviction_is_an_option() -> None:
+    assert run_sessions(cache_eviction="lru").decision_hash != run_sessions(cache_eviction="value").decision_hash
+
+
 def test_a_small_store_forgets() -> None:
     large, small = run_sessions(l3="shared"), run_sessions(l3="shared", l3_capacity="1GiB")
     assert hit_rate(small) < hit_rate(large)

@@ -55,6 +55,7 @@ def tier_knobs(seed: int) -> dict[str, Any]:
         "l2_write": rng.choice(("through", "through", "selective", "back")),
         "l3": "shared" if seed % 5 > 1 else None,
         "l3_capacity": rng.choice((20, 100, 1000)) * PAGE_BYTES,
+        "cache_eviction": rng.choice(("lru", "value")),
         "l3_min_reuse": rng.choice((1, 1, 2)),
         "fetch": rng.choice(("always", "always", "predicted")),
         "fetch_base_s": rng.choice((0.01, 0.25)),

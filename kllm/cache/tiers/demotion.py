@@ -18,7 +18,7 @@ from kllm.cache.tiers.settings import TierSettings
 from kllm.cache.tiers.store_link import StoreLink
 from kllm.telemetry.tier_counts import TierCounts
 
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 16 << 20
 MOST_BLOCKS = 64  # of a batch: bounds what the bookkeeping of one batch takes from the step loop
 
 
@@ -50,7 +50,7 @@ class Demotion:
         self._wake_persist = asyncio.Event()
         self._settled = asyncio.Event()
         self._busy = 0
-        self.batch = max(1, min(MOST_BLOCKS, BATCH_BYTES // mover.page_bytes))
+        self.batch = max(1, min(MOST_BLOCKS, BATCH_BYTES // mover.page_bytes, pool.num_slots // 4))
 
     # -- what happens on the device --------------------------------------------------------------------------
 
@@ -106,11 +106,13 @@ class Demotion:
         """Blocks that L1 has and L2 has not: those that are to be copied, and those that L1 evicts next."""
         kv, pool = self._kv, self._pool
         hashes: list[bytes] = []
+        if self._settings.staging and len(self._to_persist) >= pool.num_slots // 2 and self._store_keeps_up:
+            return hashes  # persist_loop says when there is room again
         while self._to_save and len(hashes) < self.batch:
             block_hash, _ = self._to_save.popitem(last=False)
             if block_hash not in pool and kv.block_of(block_hash) is not None:
                 hashes.append(block_hash)
-        if not hashes and self._settings.write != "selective" and kv.pool.num_free < 2 * self.batch:
+        if not hashes and self._settings.saves_coldest and kv.pool.num_free < 2 * self.batch:
             # Those in the window must fit into L2 together: else saving one would push out another, for ever.
             coldest = kv.coldest(min(4 * self.batch, pool.num_slots // 2))
             hashes = [block_hash for block_hash in coldest if block_hash not in pool][: self.batch]
@@ -145,6 +147,10 @@ class Demotion:
             self._sink(BlockStored([slot.hash for slot in kept], None, (), kv.block_tokens, Medium.HOST))
             self._persist_later(kept)
 
+    @property
+    def _store_keeps_up(self) -> bool:
+        return self._link is not None and self._link.writable
+
     # -- L2 to L3 --------------------------------------------------------------------------------------------
 
     def _persist_later(self, blocks: Iterable[HostBlock]) -> None:
@@ -168,7 +174,9 @@ class Demotion:
                 await self._persist(batch)
             finally:
                 self._busy -= 1
-                self._pool.unpin(batch)
+                self._pool.unpin(batch, done=self._settings.staging)
+            if self._settings.staging:
+                self._wake_save.set()
 
     def _next_to_persist(self) -> list[HostBlock]:
         """Blocks that are still in L2, pinned."""
@@ -203,9 +211,8 @@ class Demotion:
     @property
     def behind(self) -> bool:
         """Something is on its way down."""
-        return bool(
-            self._busy or self._to_persist or self._wake_save.is_set() or (self._link and self._wake_persist.is_set())
-        )
+        waking = self._wake_save.is_set() or (self._link is not None and self._wake_persist.is_set())
+        return bool(waking or self._busy or self._to_save or self._to_persist)
 
     async def settled(self) -> None:
         """Returns when nothing is."""

@@ -111,12 +111,14 @@ class HostPool:
             block.pins += 1
             self._idle.pop(block.hash, None)
 
-    def unpin(self, blocks: Sequence[HostBlock]) -> None:
-        """Given back: they are the most recently used now."""
+    def unpin(self, blocks: Sequence[HostBlock], *, done: bool = False) -> None:
+        """Given back: they are the most recently used now. done: they are the first to go instead."""
         for block in reversed(blocks):
             block.pins -= 1
             if block.ready and not block.pins:
                 self._idle[block.hash] = block
+                if done:
+                    self._idle.move_to_end(block.hash, last=False)
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """They have just been used, or just lost their copy on the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 FORGET = 0.97  # weight of what was known before, at each observation
-SKIPPED = 0.995  # a source that is avoided is believed to become faster, so that it is tried again some time
+SKIPPED = 0.98  # a source that is avoided is believed to become faster, so that it is tried again some time
 
 
 class LearnedLine:
@@ -60,8 +60,8 @@ class Prediction:
         self._block_tokens = block_tokens
         self._compute = LearnedLine(1e-3, 1e-9, 1024.0, 1024.0**2)
         self._fetch: dict[Source, LearnedLine] = {
-            "l2": LearnedLine(2e-4, 1e-10, 1.0, 4e6),
-            "l3": LearnedLine(1e-3, 1e-9, 1.0, 4e6),
+            "l2": LearnedLine(1e-5, 1e-11, 1.0, 4e6),
+            "l3": LearnedLine(1e-4, 5e-11, 1.0, 4e6),
         }
 
     def computed(self, tokens: int, attended: int, seconds: float) -> None:

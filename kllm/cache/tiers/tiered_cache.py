@@ -116,7 +116,7 @@ class TieredCache:
         self._clock = clock
         self._sink: EventSink = sink or (lambda event: None)
         self._demotion = Demotion(kv, pool, mover, link, settings, self.counts, self._sink)
-        self._lookups: set[_Lookup] = set()
+        self._lookups: dict[_Lookup, None] = {}  # in the order in which they began
         self._arriving: dict[bytes, asyncio.Future[None]] = {}  # batches being copied into L1, by their first block
         self._tasks: set[asyncio.Task[Any]] = set()
         kv.lower = self
@@ -214,7 +214,7 @@ class TieredCache:
         if not self._promising(lookup):
             self._kv.close(holding)
             return None
-        self._lookups.add(lookup)
+        self._lookups[lookup] = None
         self.counts.lookups += 1
         self._set_deadline(lookup)
         task = self._spawn(self._run(lookup))
@@ -246,7 +246,7 @@ class TieredCache:
 
     def _end(self, lookup: _Lookup, done: Callable[[Brought], None]) -> None:
         self._let_go(lookup)
-        self._lookups.discard(lookup)
+        self._lookups.pop(lookup, None)
         self.counts.lookup_s += self._clock() - lookup.began
         done(lookup.brought)
         self.wake()

@@ -333,3 +333,18 @@ def test_whatever_is_served_is_right(seed: int, blocks: int, slots: int, write: 
             assert not cache.tiers.lending
 
     run(main())
+
+
+def test_where_l2_is_only_a_passage_blocks_wait_for_the_store() -> None:
+    """More blocks at once than L2 has slots, and a store that is slower than the copies: none is dropped."""
+
+    async def main() -> None:
+        store = DictStore(delay=lambda: 0.05)
+        cache = TieredRequests(64, 4, store, TierSettings(staging=True, predict=False))
+        await cache.request(tokens_of(*range(40)))
+        await cache.settle()
+        assert len(store.pages) == 40
+        assert cache.tiers.snapshot().stores_dropped == 0
+        await cache.close()
+
+    run(main())

@@ -1,0 +1,198 @@
+"""PrefixIndex: which instance holds which blocks, in which tier, as far as the gateway knows. Pure.
+
+A hash table in flat arrays: buckets of 8 places, each with 64 bits of a block's hash, a mask of the instances whose
+device has it, a mask of those whose host memory has it, and whether the shared store has it: 25 bytes a place, however
+many instances hold the block. A question about a whole prompt is a few array operations.
+
+    key     uint64 [buckets, 8]     0: free
+    device  uint64 [buckets, 8]     bit i: instance i
+    host    uint64 [buckets, 8]
+    store   bool   [buckets, 8]
+
+The size is fixed: what does not fit is not known, which costs a hit at most, and is counted. 64 bits are enough here: a
+mistaken match misroutes a request, it never mixes KV (instances compare tokens).
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+WAYS = 8
+MOST_INSTANCES = 64
+FULL = 0.8  # of all places: beyond this, new blocks wait for others to go
+SPILL = 8  # buckets in a row that a key may be in
+
+Hashes = npt.NDArray[np.uint64]
+
+
+class Tier(Enum):
+    DEVICE = 0
+    HOST = 1
+    STORE = 2
+
+
+class Matches:
+    """Of one prompt, per instance: leading blocks that its device has (l1), that its device or host memory has (l2),
+    and that those or the store have (l3). int64 [instances] each."""
+
+    __slots__ = ("l1", "l2", "l3")
+
+    def __init__(self, l1: npt.NDArray[np.int64], l2: npt.NDArray[np.int64], l3: npt.NDArray[np.int64]) -> None:
+        self.l1, self.l2, self.l3 = l1, l2, l3
+
+
+def short_hashes(hashes: list[bytes]) -> Hashes:
+    """The 64 bits that cache events carry of a block's hash: its last 8 bytes, big-endian. 0 becomes 1."""
+    raw = np.frombuffer(b"".join(block_hash[-8:] for block_hash in hashes), dtype=">u8").astype(np.uint64)
+    return np.maximum(raw, np.uint64(1))
+
+
+class PrefixIndex:
+    """blocks: most that are known at once. instances: numbered from 0; at most 64."""
+
+    def __init__(self, blocks: int, instances: int) -> None:
+        if not 1 <= instances <= MOST_INSTANCES:
+            raise ValueError(f"an index is for 1 to {MOST_INSTANCES} instances, not {instances}")
+        self._instances = instances
+        self._buckets = max(SPILL, math.ceil(blocks / (WAYS * FULL)))
+        self._key = np.zeros((self._buckets, WAYS), np.uint64)
+        self._device = np.zeros((self._buckets, WAYS), np.uint64)
+        self._host = np.zeros((self._buckets, WAYS), np.uint64)
+        self._store = np.zeros((self._buckets, WAYS), np.bool_)
+        self.num_blocks = 0
+        self.num_refused = 0  # blocks that did not fit
+
+    @property
+    def bytes_used(self) -> int:
+        """Of all arrays."""
+        return self._key.nbytes + self._device.nbytes + self._host.nbytes + self._store.nbytes
+
+    # -- what instances say ----------------------------------------------------------------------------------
+
+    def stored(self, instance: int, hashes: Hashes, tier: Tier) -> None:
+        places = self._find(hashes)
+        absent = places < 0
+        if absent.any():
+            places = np.concatenate((places[~absent], self._add(np.unique(hashes[absent]))))
+        if tier is Tier.STORE:
+            self._store.reshape(-1)[places] = True
+        else:
+            mask = self._mask(tier)
+            mask[places] |= np.uint64(1 << instance)
+
+    def removed(self, instance: int, hashes: Hashes, tier: Tier) -> None:
+        places = self._find(hashes)
+        places = places[places >= 0]
+        if tier is Tier.STORE:
+            self._store.reshape(-1)[places] = False
+        else:
+            mask = self._mask(tier)
+            mask[places] &= ~np.uint64(1 << instance)
+        self._free(np.unique(places))
+
+    def leave(self, instance: int) -> None:
+        """Nothing is known of this instance any more (it left, or what it says has a gap)."""
+        keep = ~np.uint64(1 << instance)
+        self._device &= keep
+        self._host &= keep
+        self._free(np.flatnonzero(self._key))
+
+    def _mask(self, tier: Tier) -> npt.NDArray[np.uint64]:
+        return (self._device if tier is Tier.DEVICE else self._host).reshape(-1)
+
+    # -- places ----------------------------------------------------------------------------------------------
+
+    def _find(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        """Place of each hash; -1 where it is not known."""
+        places = np.full(len(hashes), -1, np.int64)
+        left = np.arange(len(hashes))
+        home = (hashes % np.uint64(self._buckets)).astype(np.int64)
+        for spill in range(SPILL):
+            bucket = (home[left] + spill) % self._buckets
+            same = self._key[bucket] == hashes[left, None]
+            way = same.argmax(axis=1)
+            hit = same[np.arange(len(left)), way]
+            places[left[hit]] = bucket[hit] * WAYS + way[hit]
+            left = left[~hit]
+            if not len(left):
+                break
+        return places
+
+    def _add(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        """Places for hashes that are not known, each once; those that find none are left out."""
+        room = int(FULL * self._key.size) - self.num_blocks
+        self.num_refused += max(0, len(hashes) - room)
+        left = hashes[: max(0, room)]
+        key = self._key.reshape(-1)
+        taken: list[npt.NDArray[np.int64]] = []
+        home = (left % np.uint64(self._buckets)).astype(np.int64)
+        for spill in range(SPILL):
+            for _ in range(WAYS):  # two hashes of one bucket want the same place: one gets it in each round
+                bucket = (home + spill) % self._buckets
+                free = self._key[bucket] == 0
+                way = free.argmax(axis=1)
+                wanted = np.where(free[np.arange(len(left)), way], bucket * WAYS + way, -1)
+                _, first = np.unique(wanted, return_index=True)
+                first = first[wanted[first] >= 0]
+                if not len(first):
+                    break
+                key[wanted[first]] = left[first]
+                taken.append(wanted[first])
+                rest = np.ones(len(left), np.bool_)
+                rest[first] = False
+                left, home = left[rest], home[rest]
+        self.num_refused += len(left)
+        places = np.concatenate(taken) if taken else np.empty(0, np.int64)
+        self.num_blocks += len(places)
+        return places
+
+    def _free(self, places: npt.NDArray[np.int64]) -> None:
+        """Give up those of these places (each once) that nobody holds."""
+        device, host, store = self._device.reshape(-1), self._host.reshape(-1), self._store.reshape(-1)
+        gone = places[(device[places] == 0) & (host[places] == 0) & ~store[places]]
+        self._key.reshape(-1)[gone] = 0
+        self.num_blocks -= len(gone)
+
+    # -- what a router asks ----------------------------------------------------------------------------------
+
+    def matches(self, hashes: Hashes) -> Matches:
+        """hashes: of a prompt's blocks, in order."""
+        places = self._find_leading(hashes)
+        device = self._device.reshape(-1)[places]
+        local = device | self._host.reshape(-1)[places]
+        everywhere = np.where(self._store.reshape(-1)[places], np.uint64((1 << MOST_INSTANCES) - 1), local)
+        return Matches(*(self._leading(masks) for masks in (device, local, everywhere)))
+
+    def _find_leading(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        """Places up to the first hash that is not known, in windows that grow: most prompts end early."""
+        found: list[npt.NDArray[np.int64]] = []
+        start, window = 0, 64
+        while start < len(hashes):
+            places = self._find(hashes[start : start + window])
+            known = places >= 0
+            if not known.all():
+                found.append(places[: int(known.argmin())])
+                break
+            found.append(places)
+            start, window = start + window, 4 * window
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _leading(self, masks: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Per instance, how many of the first masks have its bit."""
+        if not len(masks):
+            return np.zeros(self._instances, np.int64)
+        held = np.bitwise_and.accumulate(masks)
+        # A bit that has gone never comes back, so where it goes is found by bisection: from the end of `held`, sorted.
+        bits = np.uint64(1) << np.arange(self._instances, dtype=np.uint64)
+        low, high = np.zeros(self._instances, np.int64), np.full(self._instances, len(held), np.int64)
+        while (low < high).any():
+            middle = (low + high) // 2
+            here = (held[np.minimum(middle, len(held) - 1)] & bits) != 0
+            open_ = low < high
+            low = np.where(open_ & here, middle + 1, low)
+            high = np.where(open_ & ~here, middle, high)
+        return low

@@ -1,0 +1,87 @@
+"""PrefixIndex against a naive oracle: sets of hashes per instance and tier."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kllm.cache.block_hash import chain, root_hash
+from kllm.cluster.prefix_index import PrefixIndex, Tier, short_hashes
+
+
+def hashes(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.uint64)
+
+
+def leading(held: set[int], prompt: list[int]) -> int:
+    return next((i for i, block in enumerate(prompt) if block not in held), len(prompt))
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), instances=st.integers(1, 64))
+def test_what_it_says_is_what_it_was_told(seed: int, instances: int) -> None:
+    rng = random.Random(seed)
+    index = PrefixIndex(4000, instances)
+    device: list[set[int]] = [set() for _ in range(instances)]
+    host: list[set[int]] = [set() for _ in range(instances)]
+    store: set[int] = set()
+    universe = [rng.getrandbits(64) | 1 for _ in range(300)]
+    for _ in range(30):
+        instance, some = rng.randrange(instances), rng.choices(universe, k=rng.randrange(1, 60))
+        tier = rng.choice(list(Tier))
+        held = {Tier.DEVICE: device[instance], Tier.HOST: host[instance], Tier.STORE: store}[tier]
+        kind = rng.random()
+        if kind < 0.65:
+            index.stored(instance, hashes(*some), tier)
+            held |= set(some)
+        elif kind < 0.95:
+            index.removed(instance, hashes(*some), tier)
+            held -= set(some)
+        else:
+            index.leave(instance)
+            device[instance], host[instance] = set(), set()
+        assert index.num_blocks == len(store.union(*device, *host))
+    for _ in range(10):
+        prompt = rng.choices(universe, k=rng.randrange(0, 40))
+        found = index.matches(hashes(*prompt))
+        for i in range(instances):
+            local = device[i] | host[i]
+            assert found.l1[i] == leading(device[i], prompt)
+            assert found.l2[i] == leading(local, prompt)
+            assert found.l3[i] == leading(local | store, prompt)
+    assert index.num_refused == 0
+
+
+def test_what_does_not_fit_is_not_known() -> None:
+    index = PrefixIndex(100, 2)
+    many = np.arange(1, 5001, dtype=np.uint64)
+    index.stored(0, many, Tier.DEVICE)
+    assert index.num_blocks + index.num_refused == 5000
+    assert index.num_blocks >= 90
+    index.leave(0)
+    assert index.num_blocks == 0
+    index.stored(1, hashes(7, 8), Tier.DEVICE)
+    assert index.matches(hashes(7, 8, 9)).l1.tolist() == [0, 2]
+
+
+def test_half_a_million_bytes_hold_twenty_thousand_blocks() -> None:
+    """At most 32 bytes for each block of each instance when every place may be used."""
+    index = PrefixIndex(20_000, 8)
+    assert index.bytes_used / 20_000 <= 32
+    rng = np.random.default_rng(0)
+    index.stored(0, rng.integers(1, 2**63, 20_000).astype(np.uint64), Tier.DEVICE)
+    assert index.num_refused < 200  # of 20,000: all the buckets that they may be in are full
+
+
+def test_short_hashes_are_those_of_events() -> None:
+    names = chain(root_hash("fingerprint"), [b"abc", b"def"])
+    assert short_hashes(names).tolist() == [int.from_bytes(name[-8:], "big") for name in names]
+
+
+def test_bounds() -> None:
+    with pytest.raises(ValueError, match="1 to 64 instances"):
+        PrefixIndex(10, 65)
