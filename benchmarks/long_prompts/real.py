@@ -21,7 +21,7 @@ from kllm.workload.sample import WARM_UP, Sample, TokenSource
 MODEL = "smollm2"
 SHARE = 0.7  # of what the server can do
 SECONDS = 150.0
-SEEDS = (0, 1, 2)
+SEEDS = (3, 4, 5)
 PROBE_REQUESTS = 66
 POLICIES = ("fcfs", "fair")
 COUNTERS = ("num_prefill_yields_total", "num_preemptions_total", "num_overtakes_total")
