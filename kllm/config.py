@@ -90,6 +90,9 @@ class EngineConfig(Config):
         None, ge=1, description="Most prompt tokens of one request in one step; no limit of its own by default."
     )
     enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
+    report_cache: bool = Field(
+        False, description="Tell the gateway what the KV cache holds; on where the gateway routes by it."
+    )
     cache_eviction: Literal["lru", "value"] = Field(
         "value",
         description="Which cached prefixes go first when the KV cache is full: lru, those not used for longest, or "
@@ -190,6 +193,9 @@ class EngineConfig(Config):
         return min(self.prefill_chunk or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
 
+RoutingName = Literal["cache-aware", "least-loaded", "round-robin", "prefix-only", "dynamo", "sglang"]
+
+
 class ServerConfig(Config):
     """The HTTP server and the gateway behind it."""
 
@@ -198,8 +204,10 @@ class ServerConfig(Config):
     instances: int = Field(
         1, ge=1, le=64, description="Instances of the model on this machine; by default they share cores and memory."
     )
-    routing: Literal["least-loaded", "round-robin"] = Field(
-        "least-loaded", description="Which instance gets a request: the one with the fewest, or each in turn."
+    routing: RoutingName = Field(
+        "least-loaded",
+        description="Which instance gets a request: the one with the fewest, each in turn, or (cache-aware) the one "
+        "that can begin to answer first, given what it has of the prompt; the others are for comparison.",
     )
     api_key: list[str] = Field([], description="Keys that clients must send as a bearer token; may be repeated.")
     share_cache_between_keys: bool = Field(

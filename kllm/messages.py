@@ -1,7 +1,8 @@
 """What a gateway and an instance say to each other. Versioned; encoded as msgpack, never pickle.
 
-Down (gateway to instance): Submit, Abort, Drain, Ping, ClearCache.
-Up (instance to gateway): Starting, Hello, Deltas, EngineLoad, CacheCleared, Drained, Failed.
+Down (gateway to instance): Submit, Abort, Drain, Ping, ClearCache, WatchCache.
+Up (instance to gateway): Starting, Hello, Deltas, EngineLoad, CacheDelta, CacheDump, CacheCleared, Drained,
+Failed.
 Messages carry durations and ages, never timestamps: every node has its own clock.
 
 A link may lose, repeat or reorder messages. (attempt, index) in a Delta and the attempt in Submit and Abort make
@@ -16,7 +17,7 @@ import msgspec
 from kllm.request import Delta, Request
 from kllm.telemetry.tier_counts import TierCounts
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,6 +60,10 @@ class ClearCache(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cl
     store: bool = False
 
 
+class WatchCache(Message, frozen=True, kw_only=True, omit_defaults=True, tag="watch-cache"):
+    """Say what is cached (CacheDump), and from then on what changes (CacheDelta). Asked again after a gap."""
+
+
 class Starting(Message, frozen=True, kw_only=True, omit_defaults=True, tag="starting"):
     """Progress of a start: what is being done, and how much of it (0 to 1)."""
 
@@ -70,7 +75,8 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     """The instance is ready; repeated with every report until the gateway has said something.
 
     `incarnation` is new for every process start. chunk_tokens: most prompt tokens of one request in one step.
-    operators: what computes, in words."""
+    operators: what computes, in words. fingerprint: of model and KV layout, where the names of blocks begin; "" if the
+    instance does not report its cache."""
 
     instance_id: str
     incarnation: str
@@ -84,6 +90,7 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     max_num_seqs: int = 0
     start_seconds: dict[str, float] = {}
     operators: str = ""
+    fingerprint: str = ""
 
 
 class Deltas(Message, frozen=True, kw_only=True, omit_defaults=True, tag="deltas"):
@@ -96,6 +103,7 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     """State after a step; counters are totals since this incarnation started.
 
     sequence: counts the reports of this incarnation, from 1 on; an older one that comes late is ignored. 0: no number.
+    cache_sequence: of the latest CacheDelta, so that the loss of the last one is noticed too.
     progress: every request that the instance holds, by id: (attempt, index of the next delta). With the report of
     every second only; None in others.
     """
@@ -120,7 +128,32 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     steps: int = 0
     step_s: float = 0.0  # total duration of the steps so far
     sequence: int = 0
+    cache_sequence: int = 0
     progress: dict[str, tuple[int, int]] | None = None
+
+
+class CacheChange(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that are there now, or (stored False) are not any more. tier: 1 device, 2 host memory, 3 store.
+    hashes: the last 8 bytes of each block's name (kllm.cache.block_hash), one after the other; none: every block of the
+    tier."""
+
+    tier: int
+    stored: bool
+    hashes: bytes
+
+
+class CacheDelta(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cache"):
+    """What has changed in the instance's cache. sequence: counts these from 1 on; a gap means that one is lost."""
+
+    sequence: int
+    changes: list[CacheChange]
+
+
+class CacheDump(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cache-dump"):
+    """What device and host memory of the instance hold, as after the CacheDelta of this sequence number."""
+
+    sequence: int
+    changes: list[CacheChange]
 
 
 class CacheCleared(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cache-cleared"):
@@ -142,8 +175,8 @@ class Failed(Message, frozen=True, kw_only=True, omit_defaults=True, tag="failed
     error: str
 
 
-Down = Submit | Abort | Drain | Ping | ClearCache
-Up = Starting | Hello | Deltas | EngineLoad | CacheCleared | Drained | Failed
+Down = Submit | Abort | Drain | Ping | ClearCache | WatchCache
+Up = Starting | Hello | Deltas | EngineLoad | CacheDelta | CacheDump | CacheCleared | Drained | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _down = msgspec.msgpack.Decoder(Down)

@@ -10,10 +10,11 @@ from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.long_prompts.mixed import MixedLoad, Seen
+from benchmarks.long_prompts.mixed import LONG_FROM, MixedLoad, Seen
 from benchmarks.long_prompts.simulated import saturation, seen, simulate, this_machine
 from kllm.config import EngineConfig
 from kllm.simulation.results import FleetResult
+from kllm.telemetry.statistics import distribution
 
 OVERTAKES = (0, 4, 16, 64, 256)
 KV_TOKENS = 10_240
@@ -58,7 +59,16 @@ def _figures(results: list[FleetResult]) -> dict[str, Any]:
     return {
         "ttft_s_short": {name: round(value, 3) for name, value in short.items()},
         "ttft_s_long": {name: round(value, 3) for name, value in long.items()},
+        "queue_s_short": _queue_s(results, long=False),
+        "queue_s_long": _queue_s(results, long=True),
         "overtakes": sum(result.overtakes for result in results),
         "preemptions": sum(result.preemptions for result in results),
         "tokens_per_s": round(merged.tokens_per_s, 1),
     }
+
+
+def _queue_s(results: list[FleetResult], *, long: bool) -> dict[str, float]:
+    """Waiting for a place, of the long or the short prompts of all runs."""
+    outcomes = [outcome for result in results for outcome in result.outcomes]
+    waits = [o.queue_s for o in outcomes if o.queue_s is not None and (o.prompt_tokens >= LONG_FROM) == long]
+    return {name: round(value, 3) for name, value in (distribution(waits) or {}).items()}

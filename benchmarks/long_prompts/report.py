@@ -47,10 +47,12 @@ def _virtual(figures: dict[str, Any]) -> Table:
 
 
 def _admission(figures: dict[str, Any]) -> Table:
-    title = f"Admission alone, {figures['kv_tokens']:,} tokens of KV: TTFT in s"
-    table = _table(title, "max_overtakes", "short p50", "short p95", "long p50", "long p95", "overtakes", "tokens/s")
+    title = f"Admission alone, {figures['kv_tokens']:,} tokens of KV: wait for a place and TTFT in s"
+    kinds = {"short wait": "queue_s_short", "short": "ttft_s_short", "long wait": "queue_s_long", "long": "ttft_s_long"}
+    columns = [f"{kind} {percent}" for kind in kinds for percent in ("p50", "p95")]
+    table = _table(title, "max_overtakes", *columns, "overtakes", "tokens/s")
     for name, one in figures["by_max_overtakes"].items():
-        waits = [f"{one[key][percent]:.2f}" for key in ("ttft_s_short", "ttft_s_long") for percent in ("p50", "p95")]
+        waits = [f"{one[key][percent]:.2f}" for key in kinds.values() for percent in ("p50", "p95")]
         table.add_row(name, *waits, f"{one['overtakes']:,}", f"{one['tokens_per_s']:,.0f}")
     return table
 

@@ -13,7 +13,7 @@ are lower tiers, or others who want to know what is cached.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kllm.cache.block_hash import chain, root_hash
@@ -296,6 +296,11 @@ class KVManager:
     def has_copy(self, block: int) -> bool | None:
         """Whether the tiers below have this block of the tree; None if there are none."""
         return self.lower.holds(self._names[block]) if self.lower is not None else None
+
+    @property
+    def hashes(self) -> Iterable[bytes]:
+        """Names of all blocks of the tree."""
+        return self._block_of
 
     def version(self, block: int) -> int:
         """Changes when the block has got other contents: how often it has entered the tree."""

@@ -21,8 +21,10 @@ import msgspec
 
 from kllm.cluster.admission import CompletionRate, QueueFull, Unavailable, admit
 from kllm.cluster.cache_clearing import CLEAR_TIMEOUT_S, ClearedInstance, clear_caches
+from kllm.cluster.cache_directory import CacheDirectory, CacheReport, prompt_hashes
 from kllm.cluster.instance_handle import InstanceFailed
 from kllm.cluster.launchers.launcher import InstanceLauncher
+from kllm.cluster.prefix_index import Hashes
 from kllm.cluster.request_stream import End, Gap, RequestStream
 from kllm.cluster.routing import LeastLoaded, Router
 from kllm.cluster.slot import Limits, Slot, SlotEvents, add_counters
@@ -76,6 +78,7 @@ class Gateway:
         self.ended = dict.fromkeys(End, 0)
         self._rng = rng
         self._router = router or LeastLoaded(rng)
+        self._directory = CacheDirectory(len(launchers)) if self._router.uses_cache else None
         self._max_queue = max_queue
         self._max_attempts = max_attempts
         self._max_outage = max_outage
@@ -99,6 +102,7 @@ class Gateway:
             settled=self._settled,
             delta=self._on_delta,
             astray=self._on_astray,
+            cache=self._on_cache,
             over=self._on_over,
             gave_up=self._on_gave_up,
             needed=lambda: bool(self._table) or not self._draining,
@@ -172,9 +176,22 @@ class Gateway:
 
     # --- requests ---
 
-    def generate(self, request: Request) -> RequestStream:
+    @property
+    def directory(self) -> CacheDirectory | None:
+        """What is known of the instances' caches; None where nobody asks."""
+        return self._directory
+
+    @property
+    def block_naming(self) -> tuple[str, int] | None:
+        """(fingerprint, tokens a block) that `generate` wants a prompt's hashes of; None: it needs none."""
+        if self._directory is None or self.info is None or not self.info.fingerprint:
+            return None
+        return self.info.fingerprint, self.info.block_tokens
+
+    def generate(self, request: Request, hashes: Hashes | None = None) -> RequestStream:
         """Accept a request. Read the stream to its end or `aclose()` it, which aborts the request at once.
 
+        hashes: of its prompt, as block_naming says; made here if they are not given.
         Raises InvalidRequest, QueueFull or Unavailable here, before anything is streamed."""
         info = self._info_if_available()
         request_id = request.request_id
@@ -185,7 +202,10 @@ class Gateway:
             raise InvalidRequest(f"a request with the id {request_id!r} is already running", "request_id")
         request = admit(request, info, self._rng.getrandbits(63))
         first_attempt = self._last_attempts.pop(request_id, -1) + 1
-        stream = RequestStream(request, self._on_client_gone, first_attempt=first_attempt)
+        naming = self.block_naming
+        if hashes is None and naming is not None:
+            hashes = prompt_hashes(request, *naming)
+        stream = RequestStream(request, self._on_client_gone, first_attempt=first_attempt, hashes=hashes)
         self.accepted += 1
         self._table[request_id] = self._waiting[request_id] = stream
         self._idle.clear()
@@ -217,21 +237,34 @@ class Gateway:
             slots = ready if stream.trusted else others
             if slots:
                 del self._waiting[request_id]
-                self._assign(stream, self._route(stream.request, slots))
+                self._assign(stream, self._route(stream, slots))
         probe = self._trial.next()
         if probe is not None and reserved is not None:
             self._assign(probe, reserved)
 
-    def _route(self, request: Request, slots: Sequence[Slot]) -> Slot:
+    def _route(self, stream: RequestStream, slots: Sequence[Slot]) -> Slot:
+        request = stream.request
         leader = self._assigned.get(request.leader) if request.leader is not None else None
         if leader in slots:
             return leader  # type: ignore[return-value]  # the prompt they share is computed there
-        return self._slots[self._router.choose(request, [slot.candidate for slot in slots])]
+        matched = self._matched(stream)
+        return self._slots[self._router.choose(request, [slot.candidate(matched(slot.index)) for slot in slots])]
+
+    def _matched(self, stream: RequestStream) -> Callable[[int], tuple[int, int, int]]:
+        """Tokens of the prompt that an instance has, by the index of its slot (see Candidate)."""
+        if self._directory is None or stream.hashes is None or self.info is None:
+            return lambda index: (0, 0, 0)
+        matches, block_tokens = self._directory.matches(stream.hashes), self.info.block_tokens
+        l1, l2, l3 = ((part * block_tokens).tolist() for part in (matches.l1, matches.l2, matches.l3))
+        return lambda index: (l1[index], l2[index], l3[index])
 
     def _assign(self, stream: RequestStream, slot: Slot) -> None:
         request_id = stream.request.request_id
         self._assigned[request_id] = slot
-        slot.submit(stream)
+        known = self._matched(stream)(slot.index)[-1]
+        slot.submit(stream, len(stream.request.prompt_token_ids) + len(stream.outputs) - known)
+        if self._directory is not None and stream.hashes is not None:
+            self._directory.routed(slot.index, stream.hashes, asyncio.get_running_loop().time())
         self._on_route(request_id, stream.attempt, slot.index)
 
     def _on_delta(self, delta: Delta) -> None:
@@ -244,6 +277,8 @@ class Gateway:
         except Gap as gap:
             self._on_astray(stream, str(gap))
             return
+        if delta.index == 0 or delta.attempt > 0:
+            self._assigned[delta.request_id].has_output(delta.request_id)
         if stream.end is not None:
             self._assigned[delta.request_id].got_on()
             self._remove(stream)
@@ -252,6 +287,10 @@ class Gateway:
             self._trial.forget(stream)
             if self._trial.active or self._waiting:
                 self._dispatch()
+
+    def _on_cache(self, slot: Slot, report: CacheReport) -> None:
+        if self._directory is not None and not self._directory.heard(slot.index, report):
+            slot.watch_cache()
 
     def _on_astray(self, stream: RequestStream, why: str) -> None:
         """Messages from or to the instance were lost: another attempt, there or elsewhere."""
@@ -327,14 +366,27 @@ class Gateway:
             max_model_len=min(hello.max_model_len for hello in hellos),
             num_blocks=min(hello.num_blocks for hello in hellos),
         )
+        self._watch_cache(slot)
         logger.info("instance %d is ready (%d of %d)", slot.index, len(hellos), len(self._slots))
         self._settled.set()
         self._dispatch()
+
+    def _watch_cache(self, slot: Slot) -> None:
+        """A new instance: what does it cache?"""
+        if self._directory is None or slot.hello is None:
+            return
+        held = sum(other.hello.num_blocks for other in self._slots if other.hello is not None)
+        self._directory.joined(slot.index, slot.hello, held)
+        for other in self._slots:
+            if other.hello is not None and not self._directory.knows(other.index):
+                other.watch_cache()
 
     def _on_over(self, slot: Slot, lost: Sequence[RequestStream], reason: str) -> bool:
         """Take back what a dead instance was working on, and give it to the others. True if one of them is known to
         have killed it."""
         killer = self._trial.probe if self._trial.slot is slot else None
+        if self._directory is not None:
+            self._directory.left(slot.index)
         if not any(other.hello for other in self._slots):
             self._down_since = asyncio.get_running_loop().time()
         waiting, self._waiting = self._waiting, {}  # the older requests go first

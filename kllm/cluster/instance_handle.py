@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from kllm.cluster.cache_directory import CacheReport
 from kllm.cluster.launchers.launcher import Instance
 from kllm.cluster.progress_watch import Progress, ProgressWatch
 from kllm.cluster.request_stream import RequestStream
@@ -15,6 +16,8 @@ from kllm.messages import (
     PROTOCOL_VERSION,
     Abort,
     CacheCleared,
+    CacheDelta,
+    CacheDump,
     ClearCache,
     Deltas,
     Down,
@@ -27,6 +30,7 @@ from kllm.messages import (
     Starting,
     Submit,
     Up,
+    WatchCache,
 )
 from kllm.request import Delta
 from kllm.transport.link import Backpressure, LinkClosed
@@ -60,6 +64,7 @@ class InstanceHandle:
         on_starting: Callable[[Starting], None],
         on_delta: Callable[[Delta], None],
         on_astray: Callable[[RequestStream, str], None],
+        on_cache: Callable[[CacheReport], None],
         silence_limit: float,
     ) -> None:
         self.hello: Hello | None = None
@@ -69,6 +74,9 @@ class InstanceHandle:
         self._on_starting = on_starting
         self._on_delta = on_delta
         self._on_astray = on_astray
+        self._on_cache = on_cache
+        self._prefilling: dict[str, int] = {}
+        self._dump_missing = False  # it was asked for, and has not come
         self._silence_limit = silence_limit
         self._phase = "process start"
         self._outbox: deque[Down] = deque()
@@ -180,6 +188,9 @@ class InstanceHandle:
                 self._on_starting(message)
             case Hello():
                 self._on_hello(message)
+            case CacheDelta() | CacheDump():
+                self._dump_missing &= isinstance(message, CacheDelta)
+                self._on_cache(message)
             case CacheCleared():
                 asked = self._clearings.get(message.token)
                 if asked is not None and not asked.done():
@@ -204,6 +215,8 @@ class InstanceHandle:
         if load.running + load.waiting == 0 or load.steps != self.load.steps or not self.assigned:
             self._stepped = now
         self.load = load
+        if load.cache_sequence:
+            self._on_cache(load)
         if now - self._stepped >= self._silence_limit:
             self._end(f"the instance made no step for {self._silence_limit:g} s while it had work")
         elif load.progress is not None and not self._outbox:  # what waits in the outbox cannot be there yet
@@ -218,7 +231,27 @@ class InstanceHandle:
 
     # --- down ---
 
-    def submit(self, stream: RequestStream) -> None:
+    @property
+    def prefilling(self) -> int:
+        """Prompt tokens that requests without output lack, as far as is known."""
+        return sum(self._prefilling.values())
+
+    def has_output(self, request_id: str) -> None:
+        self._prefilling.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """A request that was here has ended."""
+        self.assigned.pop(request_id, None)
+        self._prefilling.pop(request_id, None)
+
+    def watch_cache(self) -> None:
+        """Ask what it caches; again every second until it says so."""
+        self._dump_missing = True
+        self._send(WatchCache())
+
+    def submit(self, stream: RequestStream, lacking: int) -> None:
+        """lacking: tokens that it has to compute first, as far as is known."""
+        self._prefilling[stream.request.request_id] = lacking
         if not self.assigned:
             self._heard = self._stepped = self._loop.time()  # an idle instance owes no sign of life
         request = stream.request_to_submit
@@ -229,6 +262,7 @@ class InstanceHandle:
         """Stop the current attempt of a request that is here."""
         request_id = stream.request.request_id
         del self.assigned[request_id]
+        self._prefilling.pop(request_id, None)
         self._send(Abort(request_ids=[request_id], attempt=stream.attempt))
 
     def drain(self) -> None:
@@ -249,7 +283,7 @@ class InstanceHandle:
 
     def _ping(self) -> None:
         if not self._outbox:
-            self._send(Ping())
+            self._send(WatchCache() if self._dump_missing else Ping())
         if not self._over.done():
             self._next_ping = self._loop.call_later(PING_INTERVAL_S, self._ping)
 

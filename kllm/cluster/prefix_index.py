@@ -94,6 +94,15 @@ class PrefixIndex:
             mask[places] &= ~np.uint64(1 << instance)
         self._free(np.unique(places))
 
+    def clear(self, instance: int, tier: Tier) -> None:
+        """The instance has nothing in this tier any more; or nobody, if it is the store."""
+        if tier is Tier.STORE:
+            self._store[:] = False
+        else:
+            mask = self._mask(tier)
+            mask &= ~np.uint64(1 << instance)
+        self._free(np.flatnonzero(self._key))
+
     def leave(self, instance: int) -> None:
         """Nothing is known of this instance any more (it left, or what it says has a gap)."""
         keep = ~np.uint64(1 << instance)
@@ -156,6 +165,15 @@ class PrefixIndex:
         gone = places[(device[places] == 0) & (host[places] == 0) & ~store[places]]
         self._key.reshape(-1)[gone] = 0
         self.num_blocks -= len(gone)
+
+    def held(self, instance: int, tier: Tier) -> Hashes:
+        """All that is known of this instance in this tier, for checks."""
+        if tier is Tier.STORE:
+            held = self._store.reshape(-1)
+        else:
+            held = (self._mask(tier) & np.uint64(1 << instance)) != 0
+        hashes: Hashes = self._key.reshape(-1)[held]
+        return hashes
 
     # -- what a router asks ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 import msgspec
 
+from kllm.cluster.prefix_index import Hashes
 from kllm.request import Delta, Request
 
 PROOF_TOKENS = 8  # an attempt that yields this many tokens proves that the request does not kill its instance
@@ -36,10 +37,19 @@ class RequestStream:
     strikes: attempts in a row that died with their instance before proving themselves.
     losses: attempts in a row whose messages were lost before any token came.
     trusted: it has proven itself since the last death that it saw.
+    hashes: of the prompt's blocks, where the gateway routes by them.
     """
 
-    def __init__(self, request: Request, on_close: Callable[[RequestStream], None], *, first_attempt: int = 0) -> None:
+    def __init__(
+        self,
+        request: Request,
+        on_close: Callable[[RequestStream], None],
+        *,
+        first_attempt: int = 0,
+        hashes: Hashes | None = None,
+    ) -> None:
         self.request = request
+        self.hashes = hashes
         self.attempt = first_attempt
         self.strikes = 0
         self.losses = 0

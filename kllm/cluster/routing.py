@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -17,6 +17,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     index: of its slot. assigned: requests that it holds, by the gateway's own count. load: its latest report, up to a
     second old. num_blocks, block_tokens, max_num_seqs: its capacity.
+    prefilling: prompt tokens that it has to compute for requests that have no output yet, by the gateway's own count.
+    l1, l2, l3: leading tokens of this request's prompt that its device has, that device or host memory have, and that
+    those or the store have, as far as is known.
     """
 
     index: int
@@ -25,9 +28,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     block_tokens: int = 0
     max_num_seqs: int = 0
+    prefilling: int = 0
+    l1: int = 0
+    l2: int = 0
+    l3: int = 0
 
 
 class Router(Protocol):
+    """uses_cache: it wants to know what each candidate has of the prompt."""
+
+    uses_cache: bool
+
     def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
         """The index of one of the candidates, of which there is at least one, in ascending order of index."""
         ...
@@ -35,6 +46,8 @@ class Router(Protocol):
 
 class RoundRobin:
     """The next candidate after the one chosen last."""
+
+    uses_cache = False
 
     def __init__(self) -> None:
         self._last = -1
@@ -48,6 +61,8 @@ class RoundRobin:
 class LeastLoaded:
     """The candidate with the fewest requests assigned; ties are drawn, so that no instance is everybody's first."""
 
+    uses_cache = False
+
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random(0)
 
@@ -55,9 +70,3 @@ class LeastLoaded:
         fewest = min(candidate.assigned for candidate in candidates)
         least = [candidate.index for candidate in candidates if candidate.assigned == fewest]
         return least[0] if len(least) == 1 else least[self._rng.randrange(len(least))]
-
-
-ROUTERS: dict[str, Callable[[random.Random], Router]] = {
-    "round-robin": lambda _: RoundRobin(),
-    "least-loaded": LeastLoaded,
-}

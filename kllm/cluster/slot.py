@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kllm.cluster.cache_directory import CacheReport
 from kllm.cluster.instance_handle import InstanceFailed, InstanceHandle
 from kllm.cluster.launchers.launcher import InstanceLauncher, LaunchError
 from kllm.cluster.request_stream import RequestStream
@@ -42,8 +43,8 @@ class SlotEvents:
 
     starting: progress of a start. ready: an instance is there. start_failed: the very first start failed; the slot
     tries again when `settled` is set. delta: output of an instance. astray: messages about this request were lost.
-    over: an instance died with these requests; True if one of them is known to be the killer. gave_up: the slot stays
-    empty. needed: whether a new instance is wanted after a death.
+    cache: what an instance says about its cache. over: an instance died with these requests; True if one of them is
+    known to be the killer. gave_up: the slot stays empty. needed: whether a new instance is wanted after a death.
     """
 
     starting: Callable[[int, Starting], None]
@@ -52,6 +53,7 @@ class SlotEvents:
     settled: asyncio.Event
     delta: Callable[[Delta], None]
     astray: Callable[[RequestStream, str], None]
+    cache: Callable[[Slot, CacheReport], None]
     over: Callable[[Slot, Sequence[RequestStream], str], bool]
     gave_up: Callable[[Slot, str], None]
     needed: Callable[[], bool]
@@ -112,9 +114,8 @@ class Slot:
         """The counters of EngineLoad, over all incarnations."""
         return add_counters(self._past, self.load)
 
-    @property
-    def candidate(self) -> Candidate:
-        """What a router may know of it, while it is ready."""
+    def candidate(self, matched: tuple[int, int, int] = (0, 0, 0)) -> Candidate:
+        """What a router may know of it, while it is ready. matched: Candidate's l1, l2 and l3."""
         handle = self._handle
         assert handle is not None
         assert handle.hello is not None
@@ -125,13 +126,28 @@ class Slot:
             num_blocks=handle.hello.num_blocks,
             block_tokens=handle.hello.block_tokens,
             max_num_seqs=handle.hello.max_num_seqs,
+            prefilling=handle.prefilling,
+            l1=matched[0],
+            l2=matched[1],
+            l3=matched[2],
         )
 
     # --- requests ---
 
-    def submit(self, stream: RequestStream) -> None:
+    def submit(self, stream: RequestStream, lacking: int) -> None:
+        """lacking: tokens that its instance has to compute first."""
         assert self._handle is not None
-        self._handle.submit(stream)
+        self._handle.submit(stream, lacking)
+
+    def has_output(self, request_id: str) -> None:
+        """A request that is here has begun to answer."""
+        if self._handle is not None:
+            self._handle.has_output(request_id)
+
+    def watch_cache(self) -> None:
+        """Ask its instance what it caches."""
+        if self._handle is not None:
+            self._handle.watch_cache()
 
     def abort(self, stream: RequestStream) -> None:
         """Stop the current attempt of a request that is here."""
@@ -140,7 +156,8 @@ class Slot:
 
     def forget(self, stream: RequestStream) -> None:
         """A request that was here has ended."""
-        self.assigned.pop(stream.request.request_id, None)
+        if self._handle is not None:
+            self._handle.forget(stream.request.request_id)
 
     def got_on(self) -> None:
         """A request has ended well or proven itself here."""
@@ -228,6 +245,7 @@ class Slot:
             on_starting=functools.partial(self._events.starting, self.index),
             on_delta=self._events.delta,
             on_astray=self._events.astray,
+            on_cache=functools.partial(self._events.cache, self),
             silence_limit=self._limits.silence_limit,
         )
         try:

@@ -9,10 +9,26 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from kllm.cache.stores.store import StoreError
+from kllm.engine.cache_reports import CacheReporter, change
 from kllm.engine.core import EngineCore, compute_masks
 from kllm.engine.event_feed import EventFeed
 from kllm.engine.grammar import GrammarCompiler
-from kllm.messages import Abort, CacheCleared, ClearCache, Deltas, Down, Drain, Drained, Failed, Hello, Ping, Submit, Up
+from kllm.messages import (
+    Abort,
+    CacheChange,
+    CacheCleared,
+    ClearCache,
+    Deltas,
+    Down,
+    Drain,
+    Drained,
+    Failed,
+    Hello,
+    Ping,
+    Submit,
+    Up,
+    WatchCache,
+)
 from kllm.request import Delta, InvalidRequest
 from kllm.transport.link import Backpressure, Link, LinkClosed
 
@@ -47,12 +63,13 @@ async def instance_main(
     *,
     lease_s: float = LEASE_S,
     feed: EventFeed | None = None,
+    reporter: CacheReporter | None = None,
 ) -> None:
     """Serve one gateway until it drains us (returns), is gone (returns) or the executor fails (raises).
 
-    feed: where cache events go, for its counts. The gateway is gone when the link closes, or when after its first Ping
-    it has said nothing for lease_s seconds."""
-    await Instance(link, core, compiler, workers, lease_s, feed).run(hello)
+    feed: where cache events go, for its counts. reporter: tells the gateway what is cached. The gateway is gone when
+    the link closes, or when after its first Ping it has said nothing for lease_s seconds."""
+    await Instance(link, core, compiler, workers, lease_s, feed, reporter).run(hello)
 
 
 class Instance:
@@ -68,6 +85,7 @@ class Instance:
         workers: Workers,
         lease_s: float = LEASE_S,
         feed: EventFeed | None = None,
+        reporter: CacheReporter | None = None,
     ) -> None:
         self._link = link
         self._core = core
@@ -75,6 +93,7 @@ class Instance:
         self._workers = workers
         self._lease_s = lease_s
         self._feed = feed
+        self._reporter = reporter
         self._heard = False  # the gateway has said something
         self._leased = False  # it pings
         self._quiet_s = 0.0  # since it said something, in report intervals: a process that stood still heard nothing
@@ -90,6 +109,8 @@ class Instance:
         if tiers is not None:
             tiers.wake = self._work.set
             tiers.start()
+        if self._reporter is not None:
+            self._reporter.connect(self._try_to_send, self._cached)
         tasks = [asyncio.ensure_future(work) for work in (self._receive(), self._step_loop(), self._report(hello))]
         try:
             await self._send(hello)
@@ -105,9 +126,9 @@ class Instance:
             for task in (*tasks, *self._tasks):
                 task.cancel()
             await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
-            self._link.close()
             if tiers is not None:
-                await tiers.close(TIERS_GRACE_S)
+                await tiers.close(TIERS_GRACE_S)  # before the link: whoever sees that end may end the process
+            self._link.close()
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -122,6 +143,10 @@ class Instance:
                     self._abort(message)
                 case Drain():
                     self._draining = True
+                case WatchCache():
+                    if self._reporter is not None:
+                        self._reporter.watch()
+                    continue
                 case ClearCache():
                     self._beside(self._clear_cache(message))
                 case Ping():
@@ -206,6 +231,20 @@ class Instance:
             except Backpressure:
                 await asyncio.sleep(BACKPRESSURE_PAUSE_S)
 
+    def _try_to_send(self, message: Up) -> bool:
+        try:
+            self._link.send(message)
+        except (Backpressure, LinkClosed):
+            return False
+        return True
+
+    def _cached(self) -> list[CacheChange]:
+        """What L1 and L2 hold."""
+        held = [change(1, True, self._core.scheduler.kv.hashes)]
+        if self._core.tiers is not None:
+            held.append(change(2, True, self._core.tiers.hashes))
+        return held
+
     async def _send_last(self, message: Up) -> None:
         try:
             await self._send(message)
@@ -229,6 +268,8 @@ class Instance:
         load = msgspec.structs.replace(self._core.load(), sequence=self._reports, progress=held)
         if self._feed is not None:
             load = msgspec.structs.replace(load, events_sent=self._feed.sent, events_dropped=self._feed.dropped)
+        if self._reporter is not None:
+            load = msgspec.structs.replace(load, cache_sequence=self._reporter.sequence)
         await self._send(load)
 
     # -- steps -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import uuid
 from kllm.cache.event_wire import open_publisher
 from kllm.cache.stores.store import StoreError
 from kllm.config import EngineConfig
+from kllm.engine.cache_reports import CacheReporter, fan_out
 from kllm.engine.event_feed import EventFeed
 from kllm.engine.instance import ThreadWorkers, instance_main
 from kllm.engine.loading import Engine, load_engine
@@ -56,6 +57,8 @@ def _open_feed(config: EngineConfig) -> EventFeed | None:
 async def _serve(link: Link[Down, Up], config: EngineConfig, feed: EventFeed | None) -> int:
     loop = asyncio.get_running_loop()
     started = time.perf_counter()
+    reporter = CacheReporter() if config.report_cache else None
+    sink = fan_out(feed, reporter)
 
     def report(phase: str, fraction: float) -> None:
         loop.call_soon_threadsafe(_tell, link, Starting(phase=phase, fraction=fraction))
@@ -65,7 +68,7 @@ async def _serve(link: Link[Down, Up], config: EngineConfig, feed: EventFeed | N
         source = resolve(config.model, progress=False)
         tokenizer = load_tokenizer(source)
         opened = time.perf_counter()
-        engine = load_engine(config, source, tokenizer, report, feed)
+        engine = load_engine(config, source, tokenizer, report, sink)
         engine.start_seconds = {"open model": round(opened - started, 3), **engine.start_seconds}
         return engine
 
@@ -91,18 +94,20 @@ async def _serve(link: Link[Down, Up], config: EngineConfig, feed: EventFeed | N
         max_num_seqs=config.max_num_seqs,
         start_seconds=engine.start_seconds,
         operators=engine.operators,
+        fingerprint=engine.kv_spec.fingerprint if reporter is not None else "",
     )
+    workers = ThreadWorkers()
     try:
-        workers = ThreadWorkers()
         if config.lower_tiers:
             from kllm.engine.lower_tiers import open_tiers
 
-            await open_tiers(config, engine.core, engine.kv_cache, engine.kv_spec, workers, feed)
-        await instance_main(link, engine.core, engine.compiler, workers, hello, feed=feed)
+            await open_tiers(config, engine.core, engine.kv_cache, engine.kv_spec, workers, sink)
     except (StoreError, ValueError) as error:
         _tell(link, Failed(error=str(error)))
         link.close()
         return EXIT_FAILED
+    try:
+        await instance_main(link, engine.core, engine.compiler, workers, hello, feed=feed, reporter=reporter)
     except Exception:
         logger.exception("the engine failed")
         return EXIT_FAILED

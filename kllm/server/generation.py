@@ -11,7 +11,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from kllm.cluster.cache_directory import prompt_hashes
 from kllm.cluster.gateway import Gateway
+from kllm.cluster.prefix_index import Hashes
 from kllm.request import Delta, FinishReason, InvalidRequest, Request, TokenLogprobs
 from kllm.server.errors import GenerationFailed, unavailable
 from kllm.telemetry.metrics import Metrics, RequestMetrics
@@ -101,6 +103,19 @@ class Sequencer:
         self._metrics.end(reason, now)
 
 
+FEW_TOKENS = 4096  # hashed on the loop in a quarter of a millisecond
+
+
+async def _hashes(gateway: Gateway, request: Request) -> Hashes | None:
+    """Names of the prompt's blocks, if the gateway routes by them; of long prompts off the loop."""
+    naming = gateway.block_naming
+    if naming is None:
+        return None
+    if len(request.prompt_token_ids) <= FEW_TOKENS:
+        return prompt_hashes(request, *naming)
+    return await asyncio.to_thread(prompt_hashes, request, *naming)
+
+
 async def generate(
     gateway: Gateway, tokenizer: Tokenizer, metrics: Metrics, requests: Sequence[Request], arrival: float
 ) -> AsyncGenerator[Piece, None]:
@@ -114,8 +129,9 @@ async def generate(
         for i, request in enumerate(requests)
     ]
     try:
-        for request in requests:
-            streams.append(gateway.generate(request))  # noqa: PERF401 - what was submitted must be closed on failure
+        named = [await _hashes(gateway, request) for request in requests]
+        for request, hashes in zip(requests, named, strict=True):
+            streams.append(gateway.generate(request, hashes))
         pieces = [_pieces(sequence, stream) for sequence, stream in zip(sequences, streams, strict=True)]
         async with aclosing(pieces[0] if len(pieces) == 1 else _merged(pieces)) as merged:
             async for piece in merged:

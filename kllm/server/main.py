@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kllm.cluster.gateway import Gateway, InstanceFailed
 from kllm.cluster.launchers.local import LocalLauncher
-from kllm.cluster.routing import ROUTERS
+from kllm.cluster.routers import ROUTERS
 from kllm.config import KV_CACHE_SHARE, EngineConfig, ServerConfig
 from kllm.hub import ModelSource, resolve
 from kllm.messages import Hello
@@ -82,11 +82,14 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
     display = StartDisplay(config.instances)
     rng = random.Random()
     cores, memory = available_cores(), available_memory()
+    router = ROUTERS[config.routing](rng)
+    if router.uses_cache:
+        engine_config = engine_config.model_copy(update={"report_cache": True})
     configs = [instance_config(engine_config, i, config.instances, cores, memory) for i in range(config.instances)]
     gateway = Gateway(
         [LocalLauncher(functools.partial(instance_command, config=each)) for each in configs],
         rng=rng,
-        router=ROUTERS[config.routing](rng),
+        router=router,
         max_queue=config.max_queue,
         start_timeout=config.start_timeout,
         max_restarts=config.max_restarts,

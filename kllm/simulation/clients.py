@@ -121,6 +121,7 @@ class Clients:
         if first.token_ids:
             outcome.ttft_s = first_at - begin
             outcome.cached_tokens = first.num_cached_tokens
+            outcome.queue_s = first.timings.queue_s if first.timings is not None else None
         await stream.wait_ended()
         received = list(first.token_ids)
         async for delta in stream:

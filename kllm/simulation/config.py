@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from kllm.config import Bytes
+from kllm.config import Bytes, RoutingName
 from kllm.workload.config import SYNTHETIC, WorkloadConfig
 from kllm.workload.traces import TRACES
 
@@ -37,7 +37,7 @@ class SimulationConfig(WorkloadConfig):
     instances: int = Field(8, ge=1, le=4096, description="Instances, each prefilling and decoding.")
     prefill: int | None = Field(None, ge=0, description="Prefill instances (separate roles do not exist yet).")
     decode: int | None = Field(None, ge=0, description="Decode instances (separate roles do not exist yet).")
-    routing: Literal["least-loaded", "round-robin"] = Field("least-loaded", description="How instances are chosen.")
+    routing: RoutingName = Field("least-loaded", description="How instances are chosen.")
     seed: int = Field(0, ge=0, description="Seed of everything random: load, noise, network, faults.")
     block_size: int = Field(64, ge=1, le=1024, description="Tokens per KV cache block.")
     max_num_seqs: int = Field(256, ge=1, le=4096, description="Most requests that run at once on an instance.")

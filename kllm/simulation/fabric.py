@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 from typing import Generic
 
-from kllm.messages import Deltas, Down, EngineLoad, Message, Submit, Up
+from kllm.messages import CacheDelta, CacheDump, Deltas, Down, EngineLoad, Message, Submit, Up
 from kllm.simulation.node import Node
 from kllm.transport.inbox import Inbox
 from kllm.transport.link import Backpressure, In, LinkClosed, Out
@@ -99,6 +99,8 @@ def size_of(message: Message | None) -> int:
         return _ENVELOPE_BYTES + _TOKEN_BYTES * (len(message.request.prompt_token_ids) + len(message.outputs))
     if type(message) is EngineLoad:
         return _ENVELOPE_BYTES + _DELTA_BYTES * len(message.progress or ())
+    if isinstance(message, CacheDelta | CacheDump):
+        return _ENVELOPE_BYTES + sum(len(change.hashes) for change in message.changes)
     return _ENVELOPE_BYTES
 
 

@@ -8,10 +8,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kllm.cache.events import EventSink
 from kllm.cache.tiers.tiered_cache import TieredCache
 from kllm.config import EngineConfig
 from kllm.costs.noise import StepTimeSource
 from kllm.engine.assembly import make_scheduler, put_tiers_below
+from kllm.engine.cache_reports import CacheReporter
 from kllm.engine.core import EngineCore
 from kllm.engine.instance import instance_main
 from kllm.messages import Down, Hello, Starting, Up
@@ -174,12 +176,14 @@ class SimulatedLauncher:
                 return
             await asyncio.sleep(duration)
             seconds[name] = duration
+        reporter = CacheReporter() if spec.engine.report_cache else None
         scheduler = make_scheduler(
             spec.engine,
             num_blocks=spec.num_blocks,
             max_model_len=spec.max_model_len,
             eos_token_ids=(),
             fingerprint=self._fingerprint,
+            sink=reporter,
         )
         executor = SimulatedExecutor(
             node,
@@ -193,7 +197,7 @@ class SimulatedLauncher:
         instance.scheduler, instance.executor = scheduler, executor
         core, workers = EngineCore(scheduler, executor, node.clock), SimulatedWorkers()
         if spec.engine.lower_tiers:
-            instance.tiers = self._put_tiers_below(core, workers, instance.work)
+            instance.tiers = self._put_tiers_below(core, workers, instance.work, reporter)
         hello = Hello(
             instance_id=node.name,
             incarnation=f"{self._rng.getrandbits(128):032x}",
@@ -206,16 +210,19 @@ class SimulatedLauncher:
             max_num_seqs=spec.engine.max_num_seqs,
             start_seconds=seconds,
             operators="simulated",
+            fingerprint=self._fingerprint if reporter is not None else "",
         )
         self.up.set()
         try:
-            await instance_main(instance.far, core, None, workers, hello)
+            await instance_main(instance.far, core, None, workers, hello, reporter=reporter)
         finally:
             instance.work.end()
             if instance.tiers is not None:
                 await instance.tiers.close()  # what was cut off in its last moments ends with the process
 
-    def _put_tiers_below(self, core: EngineCore, workers: SimulatedWorkers, work: NodeWork) -> TieredCache:
+    def _put_tiers_below(
+        self, core: EngineCore, workers: SimulatedWorkers, work: NodeWork, sink: EventSink | None
+    ) -> TieredCache:
         speeds, node, log = self._spec.tiers, self.node, self._log
         assert speeds is not None, "an instance with lower tiers needs their speeds"
         mover = SimulatedPageMover(node, work, speeds.page_bytes, speeds.host_bytes_per_s, speeds.host_latency_s, log)
@@ -224,7 +231,7 @@ class SimulatedLauncher:
             assert self._store is not None, "the fleet has no store"
             store = StoreHandle(self._store, node, work, speeds.store_bytes_per_s, speeds.store_latency_s, log)
         clock = asyncio.get_running_loop().time  # steady, as time.monotonic is: nobody can set it
-        return put_tiers_below(core, self._spec.engine, mover, store, self._fingerprint, workers, clock)
+        return put_tiers_below(core, self._spec.engine, mover, store, self._fingerprint, workers, clock, sink)
 
 
 def _tell(link: FabricLink[Down, Up], message: Up) -> bool:

@@ -16,6 +16,7 @@ class RequestOutcome:
 
     ttft_s: None if no token came. tpot_s: seconds per token after the first, None for outputs of one token.
     cached_tokens: prompt tokens found in the cache. attempts: instances that worked on it (1: nothing went wrong).
+    queue_s: of ttft_s, waiting at the instance for a place.
     """
 
     index: int
@@ -29,6 +30,7 @@ class RequestOutcome:
     ending: Ending = "error"
     attempts: int = 1
     detail: str = ""
+    queue_s: float | None = None
 
 
 @dataclass(slots=True)

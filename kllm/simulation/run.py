@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from kllm.cluster.routing import ROUTERS
+from kllm.cluster.routers import ROUTERS
 from kllm.config import EngineConfig
 from kllm.costs.capacity import Capacity, Deployment, best_layout, kv_capacity, smallest_gpus
 from kllm.costs.errors import CostError
@@ -211,7 +211,8 @@ def _tier_speeds(config: SimulationConfig, costs: _Costs, engine: EngineConfig, 
 
 def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sample]) -> FleetSpec:
     knobs = {name: getattr(config, name) for name in ENGINE_KNOBS}
-    engine = EngineConfig.model_validate({"model": config.model, **knobs})
+    reports = ROUTERS[config.routing](random.Random(0)).uses_cache
+    engine = EngineConfig.model_validate({"model": config.model, "report_cache": reports, **knobs})
     instance = InstanceSpec(
         engine=engine,
         num_blocks=max(2, costs.kv_tokens // config.block_size),

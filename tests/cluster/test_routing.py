@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from support.scripted_instance import make_request
 
-from kllm.cluster.routing import ROUTERS, Candidate, LeastLoaded, RoundRobin, Router
+from kllm.cluster.routers import ROUTERS
+from kllm.cluster.routing import Candidate, LeastLoaded, RoundRobin, Router
 
 REQUEST = make_request()
 

@@ -111,9 +111,8 @@ class LiveServer:
         return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
 
     def kill_instance(self) -> None:
-        """SIGKILL, as the kernel does when memory is short."""
-        [instance] = self.instances()
-        instance.kill()
+        """SIGKILL, as the kernel does when memory is short; of several instances the first."""
+        self.instances()[0].kill()
 
     # -- clients ---------------------------------------------------------------------------------------------
 

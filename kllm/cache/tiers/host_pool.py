@@ -64,6 +64,10 @@ class HostPool:
         """The block, ready or on its way."""
         return self._blocks.get(block_hash)
 
+    def ready(self) -> list[bytes]:
+        """Names of all blocks whose bytes are there."""
+        return [block.hash for block in self._blocks.values() if block.ready]
+
     def leading(self, hashes: Iterable[bytes]) -> int:
         """How many of the first hashes are here, ready or on their way."""
         count = 0

@@ -423,6 +423,11 @@ class TieredCache:
         self.counts.load_s += seconds
         self.prediction.fetched("l2", len(blocks), seconds)
 
+    @property
+    def hashes(self) -> list[bytes]:
+        """Names of the blocks that L2 has."""
+        return self._pool.ready()
+
     # -- state -----------------------------------------------------------------------------------------------
 
     def snapshot(self) -> TierCounts:

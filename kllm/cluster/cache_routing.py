@@ -1,0 +1,107 @@
+"""Routers that weigh what each instance has of the prompt against what it has to do. Pure, like those of routing.py.
+
+CacheAware is ours. The others are for comparison: what others have published, as rules over the same candidates.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from kllm.cluster.routing import Candidate
+from kllm.request import Request
+
+FETCH_L2, FETCH_L3 = 0.05, 0.15  # of computing a token: what bringing it up from below costs
+DECODING = 24.0  # prompt tokens that a request which decodes delays a prompt by
+NOISE = 0.02  # of the prompt: scores that close are equal, and drawn
+
+
+def drawn(scores: Sequence[tuple[float, int]], rng: random.Random, within: float = 0.0) -> int:
+    """The index with the smallest score; one of them, drawn, where several are within `within` of it."""
+    least = min(score for score, _ in scores)
+    best = [index for score, index in scores if score <= least + within]
+    return best[0] if len(best) == 1 else best[rng.randrange(len(best))]
+
+
+class CacheAware:
+    """The instance with the least predicted time to first token, in prompt tokens to compute:
+
+        what it has to prefill before + own tokens it lacks + fetching those below its device + its decoding requests
+
+    A hot prefix spreads by itself: when those that have it are so busy that computing it elsewhere is quicker, it is
+    computed elsewhere. The gateway counts at once what it assigns, so that a burst is spread although no report came.
+    """
+
+    uses_cache = True
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random(0)
+
+    def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
+        prompt = len(request.prompt_token_ids)
+        scores = [(self.score(prompt, candidate), candidate.index) for candidate in candidates]
+        return drawn(scores, self._rng, NOISE * prompt)
+
+    @staticmethod
+    def score(prompt: int, candidate: Candidate) -> float:
+        fetched = FETCH_L2 * (candidate.l2 - candidate.l1) + FETCH_L3 * (candidate.l3 - candidate.l2)
+        return candidate.prefilling + prompt - candidate.l3 + fetched + DECODING * candidate.assigned
+
+
+class PrefixOnly:
+    """The longest match, whatever the load; ties are drawn."""
+
+    uses_cache = True
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random(0)
+
+    def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
+        return drawn([(-float(candidate.l3), candidate.index) for candidate in candidates], self._rng)
+
+
+class DynamoCost:
+    """The published cost of Dynamo's KV router, in blocks:
+
+        max(0, (active prefill tokens + ISL) / block - credit) + decode blocks
+        credit = device + 0.75 host + 0.25 disk (matched blocks)
+
+    with its default weight of 1 for prefill and temperature 0.
+    """
+
+    uses_cache = True
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random(0)
+
+    def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
+        prompt = len(request.prompt_token_ids)
+        return drawn([(self._cost(prompt, candidate), candidate.index) for candidate in candidates], self._rng)
+
+    @staticmethod
+    def _cost(prompt: int, candidate: Candidate) -> float:
+        block = max(1, candidate.block_tokens)
+        credit = (candidate.l1 + 0.75 * (candidate.l2 - candidate.l1) + 0.25 * (candidate.l3 - candidate.l2)) / block
+        decode_blocks = candidate.load.kv_usage * candidate.num_blocks
+        return max(0.0, (candidate.prefilling + prompt) / block - credit) + decode_blocks
+
+
+class SGLangCacheAware:
+    """The published rule of SGLang's gateway: the shortest queue when loads differ much (by more than 64 requests and
+    by half); else the best match, if it is more than 0.3 of the prompt; else the instance with the least cached."""
+
+    uses_cache = True
+    MOST_APART, MOST_RATIO, LEAST_MATCH = 64, 1.5, 0.3
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random(0)
+
+    def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
+        loads = [candidate.assigned for candidate in candidates]
+        if max(loads) - min(loads) > self.MOST_APART and max(loads) > self.MOST_RATIO * min(loads):
+            return drawn([(float(candidate.assigned), candidate.index) for candidate in candidates], self._rng)
+        best = max(candidates, key=lambda candidate: candidate.l1)
+        if best.l1 > self.LEAST_MATCH * len(request.prompt_token_ids):
+            return best.index
+        held = [(c.num_blocks * (c.load.kv_usage + c.load.kv_cached), c.index) for c in candidates]
+        return drawn(held, self._rng)
