@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from rich.progress import Progress
 
-from benchmarks.kv_tiers.sessions import Sessions, infinite_hits
+from benchmarks.kv_tiers.sessions import Sessions
 from benchmarks.simulation_accuracy.real import Server, ServerFailed, make_client, serve
 from kllm.benchmark.client import RequestRecord
 from kllm.benchmark.load import run_load
@@ -22,6 +22,7 @@ from kllm.config import EngineConfig
 from kllm.hub import resolve
 from kllm.telemetry.statistics import distribution
 from kllm.tokenization.tokenizer import load_tokenizer
+from kllm.workload.reuse import infinite_cache_hits
 from kllm.workload.sample import WARM_UP, Sample, TokenSource
 
 MODEL = "smollm2"
@@ -69,7 +70,7 @@ class _Measurement:
         self._l2 = {"l2_memory": 2 * self._blocks * PAGE_BYTES}
 
     async def all(self) -> dict[str, Any]:
-        hits, total = infinite_hits(self._load.samples(math.inf), BLOCK)
+        hits, total = infinite_cache_hits(self._load.samples(math.inf), BLOCK)
         saturation = (await self._run("L1 only, saturation", math.inf, SHARE)).requests_per_s
         rate = SATURATION_SHARE * saturation
         l3 = {"l3": str(self._folder / "store")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kllm.workload.arrivals import poisson_arrivals
@@ -49,22 +48,3 @@ class Sessions:
         """Tokens of all that is ever reused: each system prompt once, each history once."""
         history = self.turns * self.question + (self.turns - 1) * self.reply
         return self.systems * self.system + self.sessions * history
-
-
-def infinite_hits(samples: Sequence[Sample], block_tokens: int) -> tuple[int, int]:
-    """(tokens that a cache without limit would have, prompt tokens), in whole blocks."""
-    known: dict[tuple[Part, ...], int] = {}
-    hits = total = 0
-    for sample in samples:
-        best = 0
-        for count in range(len(sample.parts), 0, -1):
-            if sample.parts[:count] in known:
-                best = known[sample.parts[:count]]
-                break
-        length = 0
-        for count, (_, tokens) in enumerate(sample.parts, 1):
-            length += tokens
-            known[sample.parts[:count]] = length
-        hits += min(best, length - 1) // block_tokens * block_tokens
-        total += length
-    return hits, total

@@ -40,6 +40,8 @@ RETRY_OUTAGE_S = 5  # Retry-After while no instance is ready
 MAX_LOSSES = 20  # attempts in a row that yield nothing because messages are lost, before a request ends with an error
 IDS_REMEMBERED = 65_536  # ids of ended requests whose attempts go on where they were if the id is used again
 
+Matched = tuple[int, int, int]  # tokens of a prompt that an instance has: l1, l2, l3 of Candidate
+
 
 class Gateway:
     """Instances behind one bounded queue, one supervised slot for each launcher.
@@ -237,20 +239,21 @@ class Gateway:
             slots = ready if stream.trusted else others
             if slots:
                 del self._waiting[request_id]
-                self._assign(stream, self._route(stream, slots))
+                self._assign(stream, *self._route(stream, slots))
         probe = self._trial.next()
         if probe is not None and reserved is not None:
-            self._assign(probe, reserved)
+            self._assign(probe, reserved, self._matched(probe)(reserved.index))
 
-    def _route(self, stream: RequestStream, slots: Sequence[Slot]) -> Slot:
-        request = stream.request
+    def _route(self, stream: RequestStream, slots: Sequence[Slot]) -> tuple[Slot, Matched]:
+        """Where it goes, and what that one has of its prompt."""
+        request, matched = stream.request, self._matched(stream)
         leader = self._assigned.get(request.leader) if request.leader is not None else None
-        if leader in slots:
-            return leader  # type: ignore[return-value]  # the prompt they share is computed there
-        matched = self._matched(stream)
-        return self._slots[self._router.choose(request, [slot.candidate(matched(slot.index)) for slot in slots])]
+        if leader is not None and leader in slots:
+            return leader, matched(leader.index)  # the prompt they share is computed there
+        chosen = self._router.choose(request, [slot.candidate(matched(slot.index)) for slot in slots])
+        return self._slots[chosen], matched(chosen)
 
-    def _matched(self, stream: RequestStream) -> Callable[[int], tuple[int, int, int]]:
+    def _matched(self, stream: RequestStream) -> Callable[[int], Matched]:
         """Tokens of the prompt that an instance has, by the index of its slot (see Candidate)."""
         if self._directory is None or stream.hashes is None or self.info is None:
             return lambda index: (0, 0, 0)
@@ -258,11 +261,10 @@ class Gateway:
         l1, l2, l3 = ((part * block_tokens).tolist() for part in (matches.l1, matches.l2, matches.l3))
         return lambda index: (l1[index], l2[index], l3[index])
 
-    def _assign(self, stream: RequestStream, slot: Slot) -> None:
+    def _assign(self, stream: RequestStream, slot: Slot, matched: Matched) -> None:
         request_id = stream.request.request_id
         self._assigned[request_id] = slot
-        known = self._matched(stream)(slot.index)[-1]
-        slot.submit(stream, len(stream.request.prompt_token_ids) + len(stream.outputs) - known)
+        slot.submit(stream, len(stream.request.prompt_token_ids) + len(stream.outputs) - matched[-1])
         if self._directory is not None and stream.hashes is not None:
             self._directory.routed(slot.index, stream.hashes, asyncio.get_running_loop().time())
         self._on_route(request_id, stream.attempt, slot.index)

@@ -27,6 +27,7 @@ from kllm.scheduling.plan_rows import PlanRows
 from kllm.scheduling.scheduler import Scheduler
 from kllm.scheduling.sequence import Sequence, State
 
+PREFETCH_SHARE = 0.5  # of L1, for what was brought up for requests that still wait
 LEAST_PROMPT_TOKENS = 32  # of a step, beside those that decode, to learn what computing costs
 
 
@@ -45,6 +46,7 @@ class EngineCore:
         self._step_s = 0.0
         self._tiers: TieredCache | None = None
         self._lookups: dict[str, asyncio.Task[None]] = {}
+        self._brought_for: dict[Sequence, int] = {}  # blocks of prompts looked up and not yet admitted
         self._plan_rows = PlanRows()  # of the plans in flight, for what computing costs
         self._work: deque[StepWork] = deque()
 
@@ -84,8 +86,13 @@ class EngineCore:
         return self._tiers
 
     def _look_up(self) -> bool:
-        """Begin the lookups that the scheduler asks for. Whether one was over at once."""
+        """Begin the lookups that the scheduler asks for. Whether one was over at once.
+
+        What is brought for those that wait may take PREFETCH_SHARE of L1 together. Beyond that it would push out what
+        was brought for others: they are looked up when their turn comes."""
         tiers, over = self._tiers, False
+        for sequence in [s for s in self._brought_for if s.state in (State.RUNNING, State.ENDED)]:
+            del self._brought_for[sequence]
         for sequence in self.scheduler.take_lookups():
             epoch, request = sequence.epoch, sequence.request
             if tiers is None:
@@ -93,6 +100,12 @@ class EngineCore:
                 over = True
                 continue
             if not sequence.looking or sequence.state is State.ENDED:
+                continue
+            blocks = self.scheduler.kv.blocks_for(len(sequence.tokens))
+            room = PREFETCH_SHARE * self.scheduler.kv.pool.num_blocks - sum(self._brought_for.values())
+            if self._brought_for and blocks > room and sequence.lookups == 0:
+                self.scheduler.put_off(sequence)
+                over = True
                 continue
 
             def done(brought: Brought, sequence: Sequence = sequence, epoch: int = epoch) -> None:
@@ -103,6 +116,7 @@ class EngineCore:
                 self.scheduler.found(sequence, epoch)
                 over = True
             else:
+                self._brought_for[sequence] = blocks
                 self._lookups[request.request_id] = lookup
                 lookup.add_done_callback(partial(self._looked_up, request.request_id))
         return over

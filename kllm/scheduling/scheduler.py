@@ -27,6 +27,7 @@ from kllm.scheduling.prefill_policy import FirstCome, PrefillPolicy
 from kllm.scheduling.queue_policy import QueueKey, first_come
 from kllm.scheduling.sequence import Sequence, State
 
+MOST_LOOKUPS = 2  # of one sequence when its turn comes, beside that when it came
 _NO_BLOCKS: list[int] = []  # of rows that need none: shared, never changed
 
 
@@ -156,6 +157,12 @@ class Scheduler:
         lookups, self._lookups = self._lookups, []
         return lookups
 
+    def put_off(self, sequence: Sequence) -> None:
+        """Look it up when its turn comes, not now: what is brought too early is pushed out again."""
+        sequence.looking = False
+        sequence.put_off = True
+        self._hold_or_wait(sequence)
+
     def found(self, sequence: Sequence, epoch: int, brought: tuple[int, int, int] = (0, 0, 0)) -> None:
         """L1 has what it will have of the sequence: blocks that were there, that came from L2, and from L3. Ignored if
         the sequence has ended meanwhile."""
@@ -236,7 +243,7 @@ class Scheduler:
             self._policy.settle(chosen)
         if chosen:
             return self._finalize(chosen)
-        if (self._running or self._waiting) and not self._in_flight and not self.kv.lent:
+        if (self._running or self._waiting) and not (self._in_flight or self._lookups or self.kv.lent):
             raise RuntimeError("nothing can be planned though nothing is in flight: a bug in the scheduler")
         return None
 
@@ -303,6 +310,14 @@ class Scheduler:
             return 0
         holding, matched = opened
         self._waiting.remove(sequence)
+        if self._looks_up and self._wants_lookup(sequence, matched):
+            self.kv.close(holding)
+            self.num_wasted += self._gone(sequence, matched)
+            sequence.looking, sequence.put_off = True, False
+            sequence.lookups += 1
+            sequence.state = State.HELD
+            self._lookups.append(sequence)
+            return 0
         sequence.state = State.RUNNING
         sequence.holding = holding
         sequence.planned = sequence.computed = matched
@@ -323,12 +338,23 @@ class Scheduler:
         self._admission.grew(sequence, len(blocks))
         return count
 
+    def _wants_lookup(self, sequence: Sequence, matched: int) -> bool:
+        """Its lookup was put off, or what it brought is gone again."""
+        if sequence.lookups >= MOST_LOOKUPS or sequence.wants_prompt_logprobs:
+            return False
+        return sequence.put_off or matched // self.kv.block_tokens < sum(sequence.brought)
+
+    def _gone(self, sequence: Sequence, matched: int) -> int:
+        """Blocks that were brought for it and are not there any more: what was brought last goes first."""
+        before, l2, l3 = sequence.brought
+        return min(max(0, before + l2 + l3 - matched // self.kv.block_tokens), l2 + l3)
+
     def _credit_tiers(self, sequence: Sequence, matched: int) -> None:
         """Say which tier the hit came from: what was brought last ends the match, if it is still there."""
-        before, l2, l3 = sequence.brought
+        _, l2, l3 = sequence.brought
         if l2 + l3 == 0:
             return
-        gone = min(max(0, before + l2 + l3 - matched // self.kv.block_tokens), l2 + l3)
+        gone = self._gone(sequence, matched)
         self.num_wasted += gone
         kept = l2 + l3 - gone
         from_store = round(kept * l3 / (l2 + l3))

@@ -27,8 +27,9 @@ class Sequence:
     limit: number of tokens at which it ends by length. epoch: counts preemptions; results of older ones are dropped.
     sent_blocks, sent_tokens: what the runner has been told. needs: blocks that must be available before admission
     is worth another try. overtaken: later ones admitted while it did not fit. expected: tokens that the cache had when
-    it began to wait. looking: it is being looked up in the lower tiers. brought: blocks that L1 had then, and that came
-    there from L2 and from L3. yields: how often its prompt has given way to others (FairShare).
+    it began to wait. looking: it is being looked up in the lower tiers. put_off: it will be when its turn comes;
+    lookups: how often that happened. brought: blocks that L1 had then, and that came there from L2 and from L3.
+    yields: how often its prompt has given way to others (FairShare).
     """
 
     __slots__ = (
@@ -48,6 +49,7 @@ class Sequence:
         "last_plan",
         "limit",
         "looking",
+        "lookups",
         "needs",
         "num_prompt",
         "overtaken",
@@ -55,6 +57,7 @@ class Sequence:
         "pending",
         "planned",
         "prompt_logprobs",
+        "put_off",
         "request",
         "row",
         "sent_blocks",
@@ -77,6 +80,8 @@ class Sequence:
         self.state = State.WAITING
         self.held = False
         self.looking = False
+        self.put_off = False
+        self.lookups = 0
         self.brought = (0, 0, 0)
         self.followers: list[Sequence] = []
         self.arrived_at = now
@@ -102,6 +107,9 @@ class Sequence:
     def lose_place(self) -> None:
         """Forget all that was computed (preemption)."""
         self.epoch += 1
+        self.put_off = False
+        self.lookups = 0
+        self.brought = (0, 0, 0)
         self.holding = None
         self._reset()
 

@@ -9,7 +9,7 @@ class TierCounts(msgspec.Struct, frozen=False, omit_defaults=True):
     """Blocks unless a name says otherwise. L1 is the device, L2 host memory, L3 the store."""
 
     l1_evicted: int = 0
-    l1_lost: int = 0  # of them, without a copy in L2 or, as far as is known, in L3
+    l1_lost: int = 0  # of them, without a copy in L2
     l2_evicted: int = 0
     l3_evicted: int = 0
     l2_blocks: int = 0  # in use now
