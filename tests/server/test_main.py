@@ -17,7 +17,7 @@ from typing import get_args
 import httpx
 import pytest
 
-from kllm.cluster.routing import ROUTERS
+from kllm.cluster.routers import ROUTERS
 from kllm.config import EngineConfig, ServerConfig
 from kllm.server.main import ServeError, instance_config
 
