@@ -24,7 +24,9 @@ from kllm.resources import available_cores
 from kllm.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # torch is imported when a model is loaded
+    from kllm.engine.runner import ModelRunner
     from kllm.models.interface import KVCache
+    from kllm.models.weights.interface import Checkpoint
 
 # On CPUs planning and computing share the cores. `kllm bench throughput --pipeline-depth 2` shows what 2 would do.
 DEFAULT_DEPTH = 1
@@ -89,19 +91,13 @@ def load_engine(
 
     from kllm.engine import kv_cache
     from kllm.engine.lower_tiers import identify
-    from kllm.engine.model_executor import ModelExecutor
     from kllm.engine.runner import ModelRunner
     from kllm.engine.sampler.sampler import Sampler
     from kllm.kernels.registry import get_operators, use_machine
     from kllm.models.loader import load_model
-    from kllm.models.weights import QuantizedCheckpoint, open_checkpoint
 
     torch.set_num_threads(1)  # thousands of small tensors: a second thread costs more in barriers than it saves
-    phases.begin("open checkpoint")
-    checkpoint = open_checkpoint(source)
-    if config.quantization not in ("auto", "none"):
-        phases.begin("quantise weights")
-        checkpoint = QuantizedCheckpoint(checkpoint, config.quantization, quantized_folder(), phases.report)
+    checkpoint = _open_checkpoint(config, source, phases)
     phases.begin("load weights")
     dtype = getattr(torch, checkpoint.config.get("dtype", "float32") if config.dtype == "auto" else config.dtype)
     operators = get_operators(config.kernels, config.activations)
@@ -136,9 +132,7 @@ def load_engine(
         max_rows=config.max_num_seqs,
         max_model_len=max_model_len,
     )
-    executor: Executor = ModelExecutor(runner, config.pipeline_depth or DEFAULT_DEPTH, cpus[0] if cpus else None)
-    if config.record_steps is not None:
-        executor = RecordingExecutor(executor, config.record_steps)
+    executor = _make_executor(config, runner, cpus[0] if cpus else None)
     scheduler = make_scheduler(
         config,
         num_blocks=num_blocks,
@@ -161,3 +155,23 @@ def load_engine(
         kv_spec=spec,
         start_seconds=phases.seconds,
     )
+
+
+def _open_checkpoint(config: EngineConfig, source: ModelSource, phases: Phases) -> Checkpoint:
+    """The weights as they come, or quantised as the config wants them."""
+    from kllm.models.weights import QuantizedCheckpoint, open_checkpoint
+
+    phases.begin("open checkpoint")
+    checkpoint = open_checkpoint(source)
+    if config.quantization in ("auto", "none"):
+        return checkpoint
+    phases.begin("quantise weights")
+    return QuantizedCheckpoint(checkpoint, config.quantization, quantized_folder(), phases.report)
+
+
+def _make_executor(config: EngineConfig, runner: ModelRunner, cpu: int | None) -> Executor:
+    """cpu: the core to bind the computing thread to."""
+    from kllm.engine.model_executor import ModelExecutor
+
+    executor = ModelExecutor(runner, config.pipeline_depth or DEFAULT_DEPTH, cpu)
+    return executor if config.record_steps is None else RecordingExecutor(executor, config.record_steps)
