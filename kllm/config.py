@@ -135,6 +135,22 @@ class EngineConfig(Config):
         description='JSON as for vLLM, such as {"enable_kv_cache_events": true}: publish what enters and leaves the '
         "caches, from port 5557 on; each instance has a port of its own (docs/cache-events.md).",
     )
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both", description="What a gateway with several instances uses this one for; it can be changed at run time."
+    )
+    kv_transfer: Literal["off", "shm", "mooncake"] = Field(
+        "off",
+        description="How KV moves between instances: shm, shared memory of one host, or mooncake, its transfer engine "
+        "(TCP or RDMA). On with shm where prefill and decode are separate.",
+    )
+    kv_transfer_host: str = Field(
+        "127.0.0.1", description="kv_transfer mooncake: address of this host that other instances reach it at."
+    )
+    transfer_memory: Bytes = Field(
+        512 * 2**20,
+        ge=2**20,
+        description="kv_transfer without l2_memory: host memory for KV that is handed over or taken.",
+    )
     scheduling_policy: Literal["fcfs", "priority", "fair"] = Field(
         "fair",
         description="Order of prompts: fcfs, by priority, or fair: those of at most one chunk go first, "
@@ -174,6 +190,8 @@ class EngineConfig(Config):
     def _tiers_cache_prefixes(self) -> EngineConfig:
         if self.lower_tiers and not self.enable_prefix_caching:
             raise ValueError("l2_memory and l3 keep cached prefixes, so they need enable_prefix_caching")
+        if self.kv_transfer != "off" and not self.enable_prefix_caching:
+            raise ValueError("kv_transfer moves cached prefixes, so it needs enable_prefix_caching")
         if self.publishes_events and not self.enable_prefix_caching:
             raise ValueError("kv_events_config is about cached prefixes, so it needs enable_prefix_caching")
         return self
@@ -186,6 +204,11 @@ class EngineConfig(Config):
     def lower_tiers(self) -> bool:
         """There is a cache below the device's."""
         return self.l2_memory > 0 or self.l3 is not None
+
+    @property
+    def stages(self) -> bool:
+        """KV passes through host memory: to lower tiers, or from and to other instances."""
+        return self.lower_tiers or self.kv_transfer != "off"
 
     @property
     def chunk_tokens(self) -> int:
@@ -203,6 +226,12 @@ class ServerConfig(Config):
     port: int = Field(8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     instances: int = Field(
         1, ge=1, le=64, description="Instances of the model on this machine; by default they share cores and memory."
+    )
+    prefill: int = Field(
+        0, ge=0, le=64, description="Instances that only prefill (with --decode, instead of --instances)."
+    )
+    decode: int = Field(
+        0, ge=0, le=64, description="Instances that decode what the prefill instances have begun (with --prefill)."
     )
     routing: RoutingName = Field(
         "least-loaded",

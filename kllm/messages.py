@@ -1,8 +1,8 @@
 """What a gateway and an instance say to each other. Versioned; encoded as msgpack, never pickle.
 
-Down (gateway to instance): Submit, Abort, Drain, Ping, ClearCache, WatchCache.
-Up (instance to gateway): Starting, Hello, Deltas, EngineLoad, CacheDelta, CacheDump, CacheCleared, Drained,
-Failed.
+Down (gateway to instance): Submit, Abort, Release, SetRole, Drain, Ping, ClearCache, WatchCache.
+Up (instance to gateway): Starting, Hello, Deltas, PrefillDone, EngineLoad, CacheDelta, CacheDump, CacheCleared,
+Drained, Failed.
 Messages carry durations and ages, never timestamps: every node has its own clock.
 
 A link may lose, repeat or reorder messages. (attempt, index) in a Delta and the attempt in Submit and Abort make
@@ -12,26 +12,49 @@ compared with what the gateway gave it, so that lost ones are noticed.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from kllm.request import Delta, Request
 from kllm.telemetry.tier_counts import TierCounts
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
+
+Role = Literal["both", "prefill", "decode"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of everything that travels over a Link."""
 
 
+class KvSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """KV of a prompt's leading whole blocks, held by the instance that computed it until the lease is released or over.
+
+    lease: its name there. address: how its memory is reached: shm:NAME on its host, or mooncake:HOST:PORT:BASE.
+    page_bytes: of one block. slots: the page of each block, in order. checksums: of each page's bytes.
+    """
+
+    lease: str
+    address: str
+    page_bytes: int
+    slots: list[int]
+    checksums: list[int]
+
+
 class Submit(Message, frozen=True, kw_only=True, omit_defaults=True, tag="submit"):
     """Run this request. `outputs` are tokens already given to the client by an earlier attempt:
     the instance continues after them as if it had sampled them itself. `attempt` grows with every submission of an id:
-    an instance ignores one that is not above the highest it has seen."""
+    an instance ignores one that is not above the highest it has seen.
+
+    prefill_only: end after the next token, and answer with PrefillDone unless the request has ended with it.
+    kv: where to get KV of prompt and outputs from, instead of computing it."""
 
     request: Request
     outputs: list[int] = []
     attempt: int = 0
+    prefill_only: bool = False
+    kv: KvSource | None = None
 
 
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
@@ -41,6 +64,20 @@ class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort")
 
     request_ids: list[str]
     attempt: int | None = None
+
+
+class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="release"):
+    """These leases (KvSource.lease) are not needed any more. Unknown ones are ignored."""
+
+    leases: list[str]
+
+
+class SetRole(Message, frozen=True, kw_only=True, omit_defaults=True, tag="set-role"):
+    """What the instance is used for from now on. Of several such messages the one with the highest term holds: those
+    with a term that is not above the last are ignored. Reported in every EngineLoad."""
+
+    role: Role
+    term: int
 
 
 class Drain(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drain"):
@@ -76,7 +113,8 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
 
     `incarnation` is new for every process start. chunk_tokens: most prompt tokens of one request in one step.
     operators: what computes, in words. fingerprint: of model and KV layout, where the names of blocks begin; "" if the
-    instance does not report its cache."""
+    instance does not report its cache. transfers: it can hand KV over (PrefillDone) and take it (Submit.kv).
+    page_bytes: of one KV block, where it transfers. resumes: it can continue after given outputs token for token."""
 
     instance_id: str
     incarnation: str
@@ -91,12 +129,41 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     start_seconds: dict[str, float] = {}
     operators: str = ""
     fingerprint: str = ""
+    role: Role = "both"
+    term: int = 0
+    transfers: bool = False
+    page_bytes: int = 0
+    resumes: bool = True
 
 
 class Deltas(Message, frozen=True, kw_only=True, omit_defaults=True, tag="deltas"):
     """Outputs of one committed step."""
 
     items: list[Delta]
+
+
+class PrefillDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="prefill-done"):
+    """A request submitted with prefill_only has its token (in Deltas) and is not here any more. num_outputs: how many
+    it has. kv: of prompt and outputs but the last; None: nothing of it can be handed over."""
+
+    request_id: str
+    attempt: int
+    num_outputs: int
+    kv: KvSource | None = None
+
+
+class StepTimes(msgspec.Struct, frozen=True, array_like=True):
+    """How long a step takes on this instance, fitted to its own steps; seconds, all at least 0:
+
+        base + row * rows + new_token * tokens computed + context_token * KV entries read once for each row
+
+    samples: steps that it was fitted to; the figures mean nothing with 0."""
+
+    base: float = 0.0
+    row: float = 0.0
+    new_token: float = 0.0
+    context_token: float = 0.0
+    samples: int = 0
 
 
 class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
@@ -106,6 +173,8 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     cache_sequence: of the latest CacheDelta, so that the loss of the last one is noticed too.
     progress: every request that the instance holds, by id: (attempt, index of the next delta). With the report of
     every second only; None in others.
+    lacking: prompt tokens that requests here have to compute before they can sample. decoding: running requests that
+    lack none. context: tokens whose KV running requests hold. oldest_wait_s: age of the oldest that has no token yet.
     """
 
     running: int = 0
@@ -127,6 +196,17 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     events_dropped: int = 0  # batches of events that were given up
     steps: int = 0
     step_s: float = 0.0  # total duration of the steps so far
+    lacking: int = 0
+    decoding: int = 0
+    context: int = 0
+    oldest_wait_s: float = 0.0
+    leases: int = 0  # held for others to pull from
+    leases_expired: int = 0
+    pulled: int = 0  # blocks taken from other instances
+    pull_failures: int = 0  # pulls that broke off: what they lacked was computed
+    step_times: StepTimes | None = None
+    role: Role = "both"
+    term: int = 0
     sequence: int = 0
     cache_sequence: int = 0
     progress: dict[str, tuple[int, int]] | None = None
@@ -175,8 +255,8 @@ class Failed(Message, frozen=True, kw_only=True, omit_defaults=True, tag="failed
     error: str
 
 
-Down = Submit | Abort | Drain | Ping | ClearCache | WatchCache
-Up = Starting | Hello | Deltas | EngineLoad | CacheDelta | CacheDump | CacheCleared | Drained | Failed
+Down = Submit | Abort | Release | SetRole | Drain | Ping | ClearCache | WatchCache
+Up = Starting | Hello | Deltas | PrefillDone | EngineLoad | CacheDelta | CacheDump | CacheCleared | Drained | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _down = msgspec.msgpack.Decoder(Down)
