@@ -257,3 +257,33 @@ class ServerConfig(Config):
     )
     vllm_metrics: bool = Field(False, description="Export every metric under the prefix vllm: too.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
+
+    @model_validator(mode="after")
+    def _pools_are_whole(self) -> ServerConfig:
+        if (self.prefill > 0) != (self.decode > 0):
+            raise ValueError("prefill and decode go together: each needs at least one instance")
+        if self.prefill and self.instances != 1:
+            raise ValueError("give either instances, or prefill and decode")
+        return self
+
+    @property
+    def roles(self) -> list[Literal["both", "prefill", "decode"]]:
+        """Of the instances, in order."""
+        if not self.prefill:
+            return ["both"] * self.instances
+        return ["prefill"] * self.prefill + ["decode"] * self.decode
+
+
+class ListenConfig(Config):
+    """An instance that gateways come to: `kllm instance`."""
+
+    listen: str = Field(
+        "tcp://127.0.0.1:7001",
+        description="Address for gateways: tcp://HOST:PORT (port 0 takes a free one) or ipc:///PATH. Other hosts than "
+        "this one need key_file.",
+    )
+    key_file: Path | None = Field(
+        None, description="File with the fleet's secret, 64 hexadecimal digits; only gateways that have it get in."
+    )
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")

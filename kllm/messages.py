@@ -2,7 +2,7 @@
 
 Down (gateway to instance): Submit, Abort, Release, SetRole, Drain, Ping, ClearCache, WatchCache.
 Up (instance to gateway): Starting, Hello, Deltas, PrefillDone, EngineLoad, CacheDelta, CacheDump, CacheCleared,
-Drained, Failed.
+Leaving, Drained, Failed.
 Messages carry durations and ages, never timestamps: every node has its own clock.
 
 A link may lose, repeat or reorder messages. (attempt, index) in a Delta and the attempt in Submit and Abort make
@@ -201,9 +201,6 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     context: int = 0
     oldest_wait_s: float = 0.0
     leases: int = 0  # held for others to pull from
-    leases_expired: int = 0
-    pulled: int = 0  # blocks taken from other instances
-    pull_failures: int = 0  # pulls that broke off: what they lacked was computed
     step_times: StepTimes | None = None
     role: Role = "both"
     term: int = 0
@@ -245,6 +242,10 @@ class CacheCleared(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     error: str | None = None
 
 
+class Leaving(Message, frozen=True, kw_only=True, omit_defaults=True, tag="leaving"):
+    """The instance was told to end by somebody else: it finishes what it has, and is to get nothing more."""
+
+
 class Drained(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drained"):
     """Everything that was running has ended."""
 
@@ -256,7 +257,19 @@ class Failed(Message, frozen=True, kw_only=True, omit_defaults=True, tag="failed
 
 
 Down = Submit | Abort | Release | SetRole | Drain | Ping | ClearCache | WatchCache
-Up = Starting | Hello | Deltas | PrefillDone | EngineLoad | CacheDelta | CacheDump | CacheCleared | Drained | Failed
+Up = (
+    Starting
+    | Hello
+    | Deltas
+    | PrefillDone
+    | EngineLoad
+    | CacheDelta
+    | CacheDump
+    | CacheCleared
+    | Leaving
+    | Drained
+    | Failed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _down = msgspec.msgpack.Decoder(Down)

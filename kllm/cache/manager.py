@@ -285,6 +285,10 @@ class KVManager:
         assert self._fingerprint is not None
         return root_hash(self._fingerprint, *holding.cursor.key)
 
+    def shared_names(self, holding: Holding, first: int = 0) -> list[bytes]:
+        """Names of the blocks that the holding shares with the tree, from block `first` on."""
+        return [self._names[block] for block in holding.blocks[first : holding.shared]]
+
     def hashes_after(self, holding: Holding, tokens: array[int], last: int) -> list[bytes]:
         """Names of the blocks from the end of what the holding shares up to block `last`."""
         return chain(self.last_hash(holding), self._keys(tokens, holding.shared, last))
@@ -315,7 +319,7 @@ class KVManager:
         if holding.cursor is not None:
             self.tree.note_use(holding.cursor)
         if self.lower is not None and self.lower.counts_uses and holding.shared:
-            self.lower.used([self._names[block] for block in holding.blocks[: holding.shared]])
+            self.lower.used(self.shared_names(holding))
 
     def _keys(self, tokens: array[int], first: int, last: int) -> list[bytes]:
         """Keys of blocks first .. last-1."""

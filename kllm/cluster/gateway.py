@@ -24,12 +24,14 @@ from kllm.cluster.cache_clearing import CLEAR_TIMEOUT_S, ClearedInstance, clear_
 from kllm.cluster.cache_directory import CacheDirectory, CacheReport, prompt_hashes
 from kllm.cluster.instance_handle import InstanceFailed
 from kllm.cluster.launchers.launcher import InstanceLauncher
+from kllm.cluster.placement import Place, Placement
+from kllm.cluster.pool_routing import PoolPolicy, GlobalPools
 from kllm.cluster.prefix_index import Hashes
-from kllm.cluster.request_stream import End, Gap, RequestStream
+from kllm.cluster.request_stream import End, Gap, HeldKv, RequestStream
 from kllm.cluster.routing import LeastLoaded, Router
 from kllm.cluster.slot import Limits, Slot, SlotEvents, add_counters
 from kllm.cluster.trial import Trial
-from kllm.messages import EngineLoad, Hello, Starting
+from kllm.messages import EngineLoad, Hello, PrefillDone, Role, Starting
 from kllm.request import Delta, InvalidRequest, Request
 
 __all__ = ["Gateway", "InstanceFailed", "QueueFull", "RequestStream", "Unavailable"]
@@ -38,15 +40,15 @@ logger = logging.getLogger(__name__)
 
 RETRY_OUTAGE_S = 5  # Retry-After while no instance is ready
 MAX_LOSSES = 20  # attempts in a row that yield nothing because messages are lost, before a request ends with an error
+ROLE_TIMEOUT_S = 30.0  # for what runs on an instance to end, before it is used for something else
 IDS_REMEMBERED = 65_536  # ids of ended requests whose attempts go on where they were if the id is used again
-
-Matched = tuple[int, int, int]  # tokens of a prompt that an instance has: l1, l2, l3 of Candidate
 
 
 class Gateway:
     """Instances behind one bounded queue, one supervised slot for each launcher.
 
-    router: chooses among the instances that may take a request. max_queue: requests in flight at once.
+    router: chooses among the instances that may take a request. pools: chooses where they have roles.
+    max_queue: requests in flight at once.
     start_timeout: seconds from launch to Hello.
     max_restarts: failures in a row (starts that fail, deaths that no request is to blame for) before a slot gives up.
     max_attempts: instances that a request may see die, without making progress, before it ends with an error.
@@ -63,6 +65,7 @@ class Gateway:
         *,
         rng: random.Random,
         router: Router | None = None,
+        pools: PoolPolicy | None = None,
         max_queue: int = 1024,
         start_timeout: float = 600.0,
         max_restarts: int = 5,
@@ -79,8 +82,10 @@ class Gateway:
         self.accepted = 0
         self.ended = dict.fromkeys(End, 0)
         self._rng = rng
-        self._router = router or LeastLoaded(rng)
-        self._directory = CacheDirectory(len(launchers)) if self._router.uses_cache else None
+        router = router or LeastLoaded(rng)
+        uses_cache = router.uses_cache or (pools is not None and pools.uses_cache)
+        self._directory = CacheDirectory(len(launchers)) if uses_cache else None
+        self._placement = Placement(router, pools or GlobalPools(rng), self._directory)
         self._max_queue = max_queue
         self._max_attempts = max_attempts
         self._max_outage = max_outage
@@ -105,6 +110,7 @@ class Gateway:
             delta=self._on_delta,
             astray=self._on_astray,
             cache=self._on_cache,
+            prefilled=self._on_prefilled,
             over=self._on_over,
             gave_up=self._on_gave_up,
             needed=lambda: bool(self._table) or not self._draining,
@@ -232,39 +238,26 @@ class Gateway:
         if not ready:
             return
         if len(ready) > 1:
-            ready = [slot for slot in ready if not slot.quiet] or ready
+            ready = [slot for slot in ready if not (slot.quiet or slot.resting)] or ready
         reserved = self._trial.reserve(ready)
         others = [slot for slot in ready if slot is not reserved]
+        block_tokens = self.info.block_tokens if self.info is not None else 1
         for request_id, stream in list(self._waiting.items()):
             slots = ready if stream.trusted else others
             if slots:
                 del self._waiting[request_id]
-                self._assign(stream, *self._route(stream, slots))
+                leader = self._assigned.get(stream.request.leader or "")
+                self._assign(stream, self._placement.place(stream, slots, leader, block_tokens))
         probe = self._trial.next()
         if probe is not None and reserved is not None:
-            self._assign(probe, reserved, self._matched(probe)(reserved.index))
+            matched = self._placement.matched(probe, block_tokens)(reserved.index)
+            self._assign(probe, Place(reserved, matched, reason="trial"))
 
-    def _route(self, stream: RequestStream, slots: Sequence[Slot]) -> tuple[Slot, Matched]:
-        """Where it goes, and what that one has of its prompt."""
-        request, matched = stream.request, self._matched(stream)
-        leader = self._assigned.get(request.leader) if request.leader is not None else None
-        if leader is not None and leader in slots:
-            return leader, matched(leader.index)  # the prompt they share is computed there
-        chosen = self._router.choose(request, [slot.candidate(matched(slot.index)) for slot in slots])
-        return self._slots[chosen], matched(chosen)
-
-    def _matched(self, stream: RequestStream) -> Callable[[int], Matched]:
-        """Tokens of the prompt that an instance has, by the index of its slot (see Candidate)."""
-        if self._directory is None or stream.hashes is None or self.info is None:
-            return lambda index: (0, 0, 0)
-        matches, block_tokens = self._directory.matches(stream.hashes), self.info.block_tokens
-        l1, l2, l3 = ((part * block_tokens).tolist() for part in (matches.l1, matches.l2, matches.l3))
-        return lambda index: (l1[index], l2[index], l3[index])
-
-    def _assign(self, stream: RequestStream, slot: Slot, matched: Matched) -> None:
-        request_id = stream.request.request_id
+    def _assign(self, stream: RequestStream, place: Place) -> None:
+        request_id, slot = stream.request.request_id, place.slot
         self._assigned[request_id] = slot
-        slot.submit(stream, len(stream.request.prompt_token_ids) + len(stream.outputs) - matched[-1])
+        lacking = len(stream.request.prompt_token_ids) + len(stream.outputs) - place.matched[-1]
+        slot.submit(stream, lacking, place.prefill_only)
         if self._directory is not None and stream.hashes is not None:
             self._directory.routed(slot.index, stream.hashes, asyncio.get_running_loop().time())
         self._on_route(request_id, stream.attempt, slot.index)
@@ -279,8 +272,10 @@ class Gateway:
         except Gap as gap:
             self._on_astray(stream, str(gap))
             return
-        if delta.index == 0 or delta.attempt > 0:
+        if stream.silent:
+            stream.silent = False
             self._assigned[delta.request_id].has_output(delta.request_id)
+            self._release(stream)
         if stream.end is not None:
             self._assigned[delta.request_id].got_on()
             self._remove(stream)
@@ -289,6 +284,32 @@ class Gateway:
             self._trial.forget(stream)
             if self._trial.active or self._waiting:
                 self._dispatch()
+
+    def _on_prefilled(self, slot: Slot, done: PrefillDone) -> None:
+        """A request has been prefilled, and goes on elsewhere."""
+        request_id = done.request_id
+        stream = self._table.get(request_id)
+        if stream is None or stream.attempt != done.attempt or self._assigned.get(request_id) is not slot:
+            if done.kv is not None:  # it has ended, or went elsewhere meanwhile
+                slot.release(done.kv.lease)
+            return
+        if len(stream.outputs) < done.num_outputs:
+            if done.kv is not None:
+                slot.release(done.kv.lease)
+            self._on_astray(stream, f"{done.num_outputs} tokens were promised, {len(stream.outputs)} have come")
+            return
+        del self._assigned[request_id]
+        slot.forget(stream)
+        slot.got_on()
+        stream.hand_over(HeldKv(done.kv, slot, slot.incarnation))
+        self._waiting[request_id] = stream
+        self._dispatch()
+
+    def _release(self, stream: RequestStream) -> None:
+        """Whoever holds KV for it may let it go."""
+        held, stream.kv = stream.kv, None
+        if held is not None and held.source is not None and held.slot.incarnation == held.incarnation:
+            held.slot.release(held.source.lease)
 
     def _on_cache(self, slot: Slot, report: CacheReport) -> None:
         if self._directory is not None and not self._directory.heard(slot.index, report):
@@ -325,6 +346,7 @@ class Gateway:
         assert stream.end is not None
         request_id = stream.request.request_id
         del self._table[request_id]
+        self._release(stream)
         self._waiting.pop(request_id, None)
         slot = self._assigned.pop(request_id, None)
         if slot is not None:
@@ -392,6 +414,9 @@ class Gateway:
         if not any(other.hello for other in self._slots):
             self._down_since = asyncio.get_running_loop().time()
         waiting, self._waiting = self._waiting, {}  # the older requests go first
+        for stream in waiting.values():
+            if stream.kv is not None and stream.kv.slot is slot:
+                stream.kv = None  # it is gone with its holder: prefilled again
         for stream in lost:
             del self._assigned[stream.request.request_id]
             stream.next_attempt()
@@ -406,6 +431,16 @@ class Gateway:
         for stream in list(self._table.values()):
             stream.fail(f"the model's instance keeps failing: {reason}")
             self._remove(stream)
+
+    async def set_role(self, index: int, role: Role, timeout: float = ROLE_TIMEOUT_S) -> bool:
+        """Let the instance of a slot finish what it has, and use it for something else from then on.
+
+        It gets nothing new meanwhile. What has not ended after `timeout` seconds goes on there beside its new work.
+        Whether the instance has said that it has the role. Raises KeyError for a slot that does not exist."""
+        slot = next((slot for slot in self._slots if slot.index == index), None)
+        if slot is None:
+            raise KeyError(index)
+        return await slot.change_role(role, 1 + max(slot.term for slot in self._slots), timeout)
 
     async def clear_cache(self, store: bool = False, timeout: float = CLEAR_TIMEOUT_S) -> list[ClearedInstance]:
         """Let every instance forget the prefixes that no request uses; store: let the store forget them too.

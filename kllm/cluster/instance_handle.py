@@ -27,6 +27,10 @@ from kllm.messages import (
     Failed,
     Hello,
     Ping,
+    PrefillDone,
+    Release,
+    Role,
+    SetRole,
     Starting,
     Submit,
     Up,
@@ -65,6 +69,7 @@ class InstanceHandle:
         on_delta: Callable[[Delta], None],
         on_astray: Callable[[RequestStream, str], None],
         on_cache: Callable[[CacheReport], None],
+        on_prefilled: Callable[[PrefillDone], None],
         silence_limit: float,
     ) -> None:
         self.hello: Hello | None = None
@@ -75,6 +80,11 @@ class InstanceHandle:
         self._on_delta = on_delta
         self._on_astray = on_astray
         self._on_cache = on_cache
+        self._on_prefilled = on_prefilled
+        self._role: Role = "both"
+        self._term = 0
+        self._wanted_role: SetRole | None = None
+        self._awaited: list[asyncio.Future[None]] = []  # by those in `until`
         self._prefilling: dict[str, int] = {}
         self._dump_missing = False  # it was asked for, and has not come
         self._silence_limit = silence_limit
@@ -125,6 +135,23 @@ class InstanceHandle:
         """Waits for the end of this incarnation, at most `timeout` seconds."""
         await asyncio.wait((self._over,), timeout=timeout)
 
+    async def until(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Waits for something that its reports or the ends of its requests bring about; False if it does not come."""
+        due = self._loop.time() + timeout
+        while not condition():
+            if self._over.done() or self._loop.time() >= due:
+                return False
+            change = self._loop.create_future()
+            self._awaited.append(change)
+            await asyncio.wait([change], timeout=due - self._loop.time())
+        return True
+
+    def _changed(self) -> None:
+        if self._awaited:
+            awaited, self._awaited = self._awaited, []
+            for change in awaited:
+                change.set_result(None)
+
     async def stop(self, grace_s: float) -> None:
         """End it, if it is not over, and free what it holds."""
         self._end("stopped by the gateway")
@@ -137,6 +164,7 @@ class InstanceHandle:
         if self._over.done():
             return
         self._over.set_result(reason)
+        self._changed()
         if not self._hello_or_over.done():
             self._hello_or_over.set_result(None)
         self._outbox.clear()
@@ -183,6 +211,8 @@ class InstanceHandle:
                     on_delta(delta)
             case EngineLoad():
                 self._on_load(message)
+            case PrefillDone():
+                self._on_prefilled(message)
             case Starting():
                 self._phase = f"{message.phase} ({message.fraction:.0%})"
                 self._on_starting(message)
@@ -205,6 +235,7 @@ class InstanceHandle:
             self._end(f"the instance speaks version {hello.version} of the protocol, this gateway {PROTOCOL_VERSION}")
         elif self.hello is None and not self._over.done():
             self.hello = hello
+            self._role, self._term = hello.role, hello.term
             self._hello_or_over.set_result(None)
             self._ping()
 
@@ -215,6 +246,9 @@ class InstanceHandle:
         if load.running + load.waiting == 0 or load.steps != self.load.steps or not self.assigned:
             self._stepped = now
         self.load = load
+        if load.term > self._term:
+            self._role, self._term = load.role, load.term
+        self._changed()
         if load.cache_sequence:
             self._on_cache(load)
         if now - self._stepped >= self._silence_limit:
@@ -243,26 +277,56 @@ class InstanceHandle:
         """A request that was here has ended."""
         self.assigned.pop(request_id, None)
         self._prefilling.pop(request_id, None)
+        self._changed()
 
     def watch_cache(self) -> None:
         """Ask what it caches; again every second until it says so."""
         self._dump_missing = True
         self._send(WatchCache())
 
-    def submit(self, stream: RequestStream, lacking: int) -> None:
+    @property
+    def role(self) -> Role:
+        """What it is used for, by its latest word."""
+        return self._role
+
+    @property
+    def term(self) -> int:
+        """Of its role."""
+        return self._term
+
+    def set_role(self, role: Role, term: int) -> None:
+        """It says in its reports when it has it; asked again until then."""
+        self._wanted_role = SetRole(role=role, term=term)
+        self._send(self._wanted_role)
+
+    def release(self, lease: str) -> None:
+        """KV that it holds for others is not needed any more."""
+        self._send(Release(leases=[lease]))
+
+    def submit(self, stream: RequestStream, lacking: int, prefill_only: bool) -> None:
         """lacking: tokens that it has to compute first, as far as is known."""
         self._prefilling[stream.request.request_id] = lacking
         if not self.assigned:
             self._heard = self._stepped = self._loop.time()  # an idle instance owes no sign of life
         request = stream.request_to_submit
         self.assigned[request.request_id] = stream
-        self._send(Submit(request=request, outputs=list(stream.outputs), attempt=stream.attempt))
+        kv = stream.kv.source if stream.kv is not None else None
+        self._send(
+            Submit(
+                request=request,
+                outputs=list(stream.outputs),
+                attempt=stream.attempt,
+                prefill_only=prefill_only,
+                kv=kv,
+            )
+        )
 
     def abort(self, stream: RequestStream) -> None:
         """Stop the current attempt of a request that is here."""
         request_id = stream.request.request_id
         del self.assigned[request_id]
         self._prefilling.pop(request_id, None)
+        self._changed()
         self._send(Abort(request_ids=[request_id], attempt=stream.attempt))
 
     def drain(self) -> None:
@@ -284,6 +348,8 @@ class InstanceHandle:
     def _ping(self) -> None:
         if not self._outbox:
             self._send(WatchCache() if self._dump_missing else Ping())
+            if self._wanted_role is not None and self._term < self._wanted_role.term:
+                self._send(self._wanted_role)
         if not self._over.done():
             self._next_ping = self._loop.call_later(PING_INTERVAL_S, self._ping)
 

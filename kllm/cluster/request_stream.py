@@ -8,11 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from kllm.cluster.prefix_index import Hashes
+from kllm.messages import KvSource
 from kllm.request import Delta, Request
+
+if TYPE_CHECKING:
+    from kllm.cluster.slot import Slot
 
 PROOF_TOKENS = 8  # an attempt that yields this many tokens proves that the request does not kill its instance
 
@@ -27,6 +32,14 @@ class End(Enum):
     ABORT = auto()
 
 
+class HeldKv(NamedTuple):
+    """KV of a request that waits to be taken: at the instance of this slot, in its incarnation of then."""
+
+    source: KvSource | None
+    slot: Slot
+    incarnation: str
+
+
 class RequestStream:
     """An AsyncIterator[Delta]; read it to its end or `aclose()` it. Cancelling a read closes it too.
 
@@ -38,6 +51,7 @@ class RequestStream:
     losses: attempts in a row whose messages were lost before any token came.
     trusted: it has proven itself since the last death that it saw.
     hashes: of the prompt's blocks, where the gateway routes by them.
+    kv: it is prefilled, and this has not been taken over yet. silent: the current attempt has yielded nothing.
     """
 
     def __init__(
@@ -55,6 +69,8 @@ class RequestStream:
         self.losses = 0
         self.outputs: list[int] = []
         self.end: End | None = None
+        self.kv: HeldKv | None = None
+        self.silent = True
         self._first_attempt = first_attempt
         self._on_close = on_close
         self._attempt_start = 0  # len(outputs) when the current attempt began
@@ -105,7 +121,15 @@ class RequestStream:
             self.strikes, self._trusted = self.strikes + 1, False
         self.losses = 0 if died or len(self.outputs) > self._attempt_start else self.losses + 1
         self.attempt += 1
+        self.silent = True
         self._proof_taken = False
+        self._attempt_start = len(self.outputs)
+
+    def hand_over(self, kv: HeldKv) -> None:
+        """The current attempt has done its part, the prefill; the next one goes on, elsewhere."""
+        self.kv = kv
+        self.attempt += 1
+        self.silent = True
         self._attempt_start = len(self.outputs)
 
     def accept(self, delta: Delta) -> bool:

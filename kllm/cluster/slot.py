@@ -14,7 +14,7 @@ from kllm.cluster.instance_handle import InstanceFailed, InstanceHandle
 from kllm.cluster.launchers.launcher import InstanceLauncher, LaunchError
 from kllm.cluster.request_stream import RequestStream
 from kllm.cluster.routing import Candidate
-from kllm.messages import CacheCleared, EngineLoad, Hello, Starting
+from kllm.messages import CacheCleared, EngineLoad, Hello, PrefillDone, Role, Starting
 from kllm.request import Delta
 from kllm.telemetry.tier_counts import add_tier_counts
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
+ROLE_ANSWER_S = 5.0  # several reports long
 DEATHS_BLAMED_ON_REQUESTS = 3  # in a row without any request getting on; after that the slot itself is to blame
 
 
@@ -43,8 +44,9 @@ class SlotEvents:
 
     starting: progress of a start. ready: an instance is there. start_failed: the very first start failed; the slot
     tries again when `settled` is set. delta: output of an instance. astray: messages about this request were lost.
-    cache: what an instance says about its cache. over: an instance died with these requests; True if one of them is
-    known to be the killer. gave_up: the slot stays empty. needed: whether a new instance is wanted after a death.
+    cache: what an instance says about its cache. prefilled: a request has done its part there.
+    over: an instance died with these requests; True if one of them is known to be the killer. gave_up: the slot stays
+    empty. needed: whether a new instance is wanted after a death.
     """
 
     starting: Callable[[int, Starting], None]
@@ -54,6 +56,7 @@ class SlotEvents:
     delta: Callable[[Delta], None]
     astray: Callable[[RequestStream, str], None]
     cache: Callable[[Slot, CacheReport], None]
+    prefilled: Callable[[Slot, PrefillDone], None]
     over: Callable[[Slot, Sequence[RequestStream], str], bool]
     gave_up: Callable[[Slot, str], None]
     needed: Callable[[], bool]
@@ -62,6 +65,7 @@ class SlotEvents:
 class Slot:
     """failures: in a row, starts that fail and deaths that no request is to blame for.
     fruitful: a request has got on at the present incarnation.
+    resting: it gets nothing new while there are others.
     error: why the first start failed, or why the slot gave up. totals are over all incarnations.
     """
 
@@ -72,6 +76,7 @@ class Slot:
         self.failures = 0
         self.fruitful = False
         self.restarts = 0
+        self.resting = False
         self.error: str | None = None
         self.gave_up = False
         self._launcher = launcher
@@ -80,6 +85,7 @@ class Slot:
         self._events = events
         self._handle: InstanceHandle | None = None  # from Hello to the end
         self._life: asyncio.Task[None] | None = None
+        self._wanted_role: tuple[Role, int] | None = None
         self._started = False
         self._barren_deaths = 0  # in a row
         self._past = EngineLoad()  # counters of past incarnations
@@ -89,6 +95,25 @@ class Slot:
     @property
     def ready(self) -> bool:
         return self._handle is not None and self._handle.ready
+
+    @property
+    def role(self) -> Role:
+        """What its instance is used for."""
+        return "both" if self._handle is None else self._handle.role
+
+    @property
+    def term(self) -> int:
+        return 0 if self._handle is None else self._handle.term
+
+    @property
+    def transfers(self) -> bool:
+        """Its instance can hand KV over and take it."""
+        return self.hello is not None and self.hello.transfers
+
+    @property
+    def incarnation(self) -> str:
+        """Of the instance that is there; "" if none is."""
+        return "" if self.hello is None else self.hello.incarnation
 
     @property
     def quiet(self) -> bool:
@@ -134,10 +159,15 @@ class Slot:
 
     # --- requests ---
 
-    def submit(self, stream: RequestStream, lacking: int) -> None:
+    def submit(self, stream: RequestStream, lacking: int, prefill_only: bool) -> None:
         """lacking: tokens that its instance has to compute first."""
         assert self._handle is not None
-        self._handle.submit(stream, lacking)
+        self._handle.submit(stream, lacking, prefill_only)
+
+    def release(self, lease: str) -> None:
+        """KV that its instance holds for others is not needed any more."""
+        if self._handle is not None:
+            self._handle.release(lease)
 
     def has_output(self, request_id: str) -> None:
         """A request that is here has begun to answer."""
@@ -163,6 +193,23 @@ class Slot:
         """A request has ended well or proven itself here."""
         self.failures = self._barren_deaths = 0
         self.fruitful = True
+
+    async def change_role(self, role: Role, term: int, timeout: float) -> bool:
+        """Give it nothing new and `timeout` seconds to end what it has, then the role. Whether it says that it has it.
+
+        Where no instance is there, the next one gets the role."""
+        handle = self._handle
+        if handle is None:
+            self._wanted_role = (role, term)
+            return False
+        self.resting = True
+        try:
+            await handle.until(lambda: not handle.assigned, timeout)
+        finally:
+            self.resting = False
+        self._wanted_role = (role, term)
+        handle.set_role(role, term)
+        return await handle.until(lambda: handle.term >= term, ROLE_ANSWER_S) and handle.role == role
 
     async def clear_cache(self, store: bool, timeout: float) -> CacheCleared | None:
         """The instance's answer; None if there is none, or it ended meanwhile. Raises TimeoutError."""
@@ -220,6 +267,8 @@ class Slot:
             return str(error)
         self._started, self.fruitful = True, False
         self._handle = handle
+        if self._wanted_role is not None:
+            handle.set_role(*self._wanted_role)
         self._events.ready(self)
         reason = await handle.over()
         if not self._events.needed():
@@ -246,6 +295,7 @@ class Slot:
             on_delta=self._events.delta,
             on_astray=self._events.astray,
             on_cache=functools.partial(self._events.cache, self),
+            on_prefilled=functools.partial(self._events.prefilled, self),
             silence_limit=self._limits.silence_limit,
         )
         try:

@@ -11,7 +11,9 @@ from kllm.cache.stores.store import Store
 from kllm.cache.tiers.page_mover import PageMover
 from kllm.cache.tiers.settings import TierSettings
 from kllm.cache.tiers.store_link import StoreLink
-from kllm.cache.tiers.tiered_cache import TieredCache, Workers
+from kllm.cache.tiers.tiered_cache import TieredCache
+from kllm.cache.tiers.workers import Workers
+from kllm.cache.transfer.port import KvTransfer
 from kllm.config import EngineConfig
 from kllm.engine.core import EngineCore
 from kllm.scheduling.prefill_policy import FairShare, FirstCome, PrefillPolicy
@@ -36,7 +38,7 @@ def make_scheduler(
     if config.scheduling_policy == "fair":
         growth = max(1, round(config.chunk_tokens * config.fair_growth))
         policy = FairShare(config.chunk_tokens, growth, num_blocks * config.block_size, config.fair_kv_share)
-    named = config.lower_tiers or sink is not None
+    named = config.stages or sink is not None
     kv = KVManager(
         num_blocks,
         config.block_size,
@@ -55,15 +57,17 @@ def make_scheduler(
         key=QUEUE_KEYS[config.scheduling_policy],
         policy=policy,
         max_overtakes=config.max_overtakes,
-        looks_up=config.lower_tiers,
+        looks_up=config.stages,
     )
 
 
 def host_slots(config: EngineConfig, page_bytes: int) -> int:
     """Blocks that L2 holds. Raises ValueError for memory that is too little for any use."""
-    num_slots = (config.l2_memory or STAGING_BYTES) // page_bytes
+    staging = STAGING_BYTES if config.kv_transfer == "off" else config.transfer_memory
+    num_slots = (config.l2_memory or staging) // page_bytes
     if num_slots < 2:
-        raise ValueError(f"l2_memory needs at least {2 * page_bytes} bytes, two blocks of the KV cache")
+        name = "l2_memory" if config.l2_memory else "transfer_memory"
+        raise ValueError(f"{name} needs at least {2 * page_bytes} bytes, two blocks of the KV cache")
     return num_slots
 
 
@@ -76,12 +80,14 @@ def put_tiers_below(
     workers: Workers,
     clock: Callable[[], float],
     sink: EventSink | None = None,
+    transfer: KvTransfer | None = None,
 ) -> TieredCache:
     """L2, whose slots `mover` reaches, and L3 if there is a store, below the core's cache. fingerprint: of the model's
-    KVSpec. clock: seconds on a steady clock. Raises ValueError (see host_slots)."""
+    KVSpec. clock: seconds on a steady clock. transfer: the way to other instances. Raises ValueError (see host_slots).
+    """
     settings = TierSettings(
         staging=not config.l2_memory,
-        write=config.l2_write,
+        write=config.l2_write if config.lower_tiers else "asked",
         min_reuse=config.l2_min_reuse,
         store_min_reuse=config.l3_min_reuse,
         fetch_base_s=config.fetch_base_s,
@@ -90,6 +96,6 @@ def put_tiers_below(
     )
     link = StoreLink(store, fingerprint, clock) if store is not None else None
     num_slots = host_slots(config, mover.page_bytes)
-    tiers = TieredCache(core.scheduler.kv, num_slots, mover, link, settings, workers, clock, sink)
+    tiers = TieredCache(core.scheduler.kv, num_slots, mover, link, settings, workers, clock, sink, transfer)
     core.use_tiers(tiers)
     return tiers

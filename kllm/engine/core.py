@@ -16,18 +16,21 @@ from functools import partial
 
 import msgspec
 
-from kllm.cache.tiers.tiered_cache import Brought, TieredCache
+from kllm.cache.tiers.lookup import Brought
+from kllm.cache.tiers.tiered_cache import TieredCache
+from kllm.costs.online import OnlineStepTimes
 from kllm.costs.step import StepWork
 from kllm.engine.executor import Executor, StepFuture
 from kllm.engine.grammar import Grammar, GrammarMatcher
-from kllm.messages import EngineLoad, Submit
+from kllm.messages import EngineLoad, PrefillDone, StepTimes, Submit
 from kllm.request import Delta
 from kllm.scheduling.plan import Late, Plan, StepResult
-from kllm.scheduling.plan_rows import PlanRows
 from kllm.scheduling.scheduler import Scheduler
 from kllm.scheduling.sequence import Sequence, State
 
 PREFETCH_SHARE = 0.5  # of L1, for what was brought up for requests that still wait
+KV_LEASE_S = 30.0  # from the end of a prefill to the end of its transfer
+LEAST_STEP_S = 1e-6  # of any clock
 LEAST_PROMPT_TOKENS = 32  # of a step, beside those that decode, to learn what computing costs
 
 
@@ -47,8 +50,8 @@ class EngineCore:
         self._tiers: TieredCache | None = None
         self._lookups: dict[str, asyncio.Task[None]] = {}
         self._brought_for: dict[Sequence, int] = {}  # blocks of prompts looked up and not yet admitted
-        self._plan_rows = PlanRows()  # of the plans in flight, for what computing costs
-        self._work: deque[StepWork] = deque()
+        self._step_times = OnlineStepTimes()
+        self._ended_at: float | None = None  # the last step, if the next one followed without a pause
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -109,9 +112,9 @@ class EngineCore:
                 continue
 
             def done(brought: Brought, sequence: Sequence = sequence, epoch: int = epoch) -> None:
-                self.scheduler.found(sequence, epoch, (brought.l1, brought.l2, brought.l3))
+                self.scheduler.found(sequence, epoch, (brought.l1, brought.l2 + brought.peer, brought.l3))
 
-            lookup = tiers.look_up(sequence.tokens, request.cache_salt, request.adapter, done)
+            lookup = tiers.look_up(sequence.tokens, request.cache_salt, request.adapter, done, sequence.kv)
             if lookup is None:
                 self.scheduler.found(sequence, epoch)
                 over = True
@@ -120,6 +123,31 @@ class EngineCore:
                 self._lookups[request.request_id] = lookup
                 lookup.add_done_callback(partial(self._looked_up, request.request_id))
         return over
+
+    def take_prefilled(self) -> list[Sequence]:
+        """Requests that have ended here since the last call, to go on elsewhere: hand_over() must follow for each."""
+        return self.scheduler.take_prefilled()
+
+    async def hand_over(self, sequence: Sequence) -> PrefillDone:
+        """Hold the KV of such a request for whoever continues it."""
+        request, kv = sequence.request, None
+        if self._tiers is not None:
+            lease = f"{request.request_id}/{sequence.attempt}"
+            tokens = sequence.tokens[: sequence.computed]
+            kv = await self._tiers.export(tokens, request.cache_salt, request.adapter, lease, KV_LEASE_S)
+        return PrefillDone(
+            request_id=request.request_id, attempt=sequence.attempt, num_outputs=sequence.num_outputs, kv=kv
+        )
+
+    def release(self, leases: list[str]) -> None:
+        """Nobody needs this KV any more (KvSource.lease)."""
+        if self._tiers is not None:
+            self._tiers.release(leases)
+
+    @property
+    def leases(self) -> int:
+        """Of KV that others may still take from here."""
+        return self._tiers.leases if self._tiers is not None else 0
 
     def _looked_up(self, request_id: str, lookup: asyncio.Task[None]) -> None:
         if self._lookups.get(request_id) is lookup:
@@ -158,9 +186,9 @@ class EngineCore:
             if plan is None:
                 if over:
                     continue
+                if not self._in_flight:
+                    self._ended_at = None
                 return
-            if self._tiers is not None:
-                self._work.append(self._plan_rows.apply(plan)[0])
             self._in_flight.append((plan, self.executor.submit(plan)))
 
     @property
@@ -186,18 +214,22 @@ class EngineCore:
 
     def commit(self, result: StepResult) -> list[Delta]:
         """Commit the oldest plan. Returns one delta per request that has something new."""
-        self._in_flight.popleft()
+        plan, _ = self._in_flight.popleft()
         self._steps += 1
         self._step_s += result.elapsed_s
-        if self._tiers is not None:
-            self._learn(self._work.popleft(), result.elapsed_s)
-        deltas = self.scheduler.commit(result, self._clock())
+        now = self._clock()
+        self._learn(plan.work, result.elapsed_s, now)
+        deltas = self.scheduler.commit(result, now)
         if self._matchers:
             deltas = [self._advance_grammar(delta) for delta in deltas]
         return deltas
 
-    def _learn(self, work: StepWork, seconds: float) -> None:
-        """What computing costs, from steps that mostly computed prompts."""
+    def _learn(self, work: StepWork, seconds: float, now: float) -> None:
+        """How long steps take, planning and answering included where they kept the next one waiting; and what computing
+        costs, from steps that mostly computed prompts."""
+        since = seconds if self._ended_at is None else now - self._ended_at
+        self._step_times.observe(work, max(since, seconds, LEAST_STEP_S))
+        self._ended_at = now
         if self._tiers is not None and work.new_tokens >= LEAST_PROMPT_TOKENS + work.sampled:
             self._tiers.prediction.computed(work.new_tokens, work.attended, seconds)
 
@@ -229,7 +261,16 @@ class EngineCore:
 
     def load(self) -> EngineLoad:
         tiers = self._tiers.snapshot() if self._tiers is not None else None
-        return msgspec.structs.replace(self.scheduler.load(), steps=self._steps, step_s=self._step_s, tiers=tiers)
+        now = self._clock()
+        return msgspec.structs.replace(
+            self.scheduler.load(),
+            steps=self._steps,
+            step_s=self._step_s,
+            tiers=tiers,
+            leases=self.leases,
+            oldest_wait_s=self.scheduler.oldest_wait(now),
+            step_times=StepTimes(*self._step_times.fit(now)),
+        )
 
     def close(self) -> None:
         self.executor.close()

@@ -25,11 +25,15 @@ from kllm.messages import (
     Failed,
     Hello,
     Ping,
+    Release,
+    Role,
+    SetRole,
     Submit,
     Up,
     WatchCache,
 )
 from kllm.request import Delta, InvalidRequest
+from kllm.scheduling.sequence import Sequence
 from kllm.transport.link import Backpressure, Link, LinkClosed
 
 LOAD_INTERVAL_S = 1.0  # also the sign of life while a long step runs
@@ -101,10 +105,14 @@ class Instance:
         self._attempts: dict[str, int] = {}  # the highest seen of each id, oldest first
         self._work = asyncio.Event()
         self._draining = False
+        self._role: Role = "both"
+        self._term = 0
+        self._handing_over: dict[str, tuple[int, int]] = {}  # request id -> (attempt, outputs)
         self._clearing: set[str] = set()  # tokens of ClearCache being worked on
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, hello: Hello) -> None:
+        self._role, self._term = hello.role, hello.term
         tiers = self._core.tiers
         if tiers is not None:
             tiers.wake = self._work.set
@@ -141,6 +149,12 @@ class Instance:
                     await self._submit(message)
                 case Abort():
                     self._abort(message)
+                case Release():
+                    self._core.release(message.leases)
+                case SetRole():
+                    if message.term > self._term:
+                        self._role, self._term = message.role, message.term
+                    await self._send_load(progress=False)
                 case Drain():
                     self._draining = True
                 case WatchCache():
@@ -198,6 +212,17 @@ class Instance:
             await self._send(Deltas(items=[delta]))
         elif submit.request.params.structured_outputs is not None:
             self._beside(self._compile(submit))
+
+    async def _hand_over(self, sequence: Sequence) -> None:
+        """Say where the KV of a request is that goes on elsewhere."""
+        request_id = sequence.request.request_id
+        held = self._handing_over[request_id] = (sequence.attempt, sequence.num_outputs)
+        try:
+            await self._send(await self._core.hand_over(sequence))
+        finally:
+            if self._handing_over.get(request_id) is held:
+                del self._handing_over[request_id]
+            self._work.set()
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it while messages are received and steps are made."""
@@ -264,8 +289,10 @@ class Instance:
 
     async def _send_load(self, *, progress: bool) -> None:
         self._reports += 1
-        held = self._core.scheduler.progress() if progress else None
-        load = msgspec.structs.replace(self._core.load(), sequence=self._reports, progress=held)
+        held = self._handing_over | self._core.scheduler.progress() if progress else None
+        load = msgspec.structs.replace(
+            self._core.load(), sequence=self._reports, progress=held, role=self._role, term=self._term
+        )
         if self._feed is not None:
             load = msgspec.structs.replace(load, events_sent=self._feed.sent, events_dropped=self._feed.dropped)
         if self._reporter is not None:
@@ -280,7 +307,7 @@ class Instance:
             core.fill()
             oldest = core.oldest
             if oldest is None:
-                if self._draining and core.num_unfinished == 0:
+                if self._draining and not (core.num_unfinished or self._handing_over or core.leases):
                     await self._send(Drained())
                     return
                 await self._send_load(progress=False)
@@ -293,3 +320,5 @@ class Instance:
             deltas = core.commit(await asyncio.wrap_future(oldest))
             if deltas:
                 await self._send(Deltas(items=deltas))
+                for sequence in core.take_prefilled():
+                    self._beside(self._hand_over(sequence))

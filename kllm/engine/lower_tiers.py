@@ -1,4 +1,5 @@
-"""The tiers below an engine's KV cache, made from its config: host memory, and a store on disk or in Mooncake."""
+"""The tiers below an engine's KV cache, made from its config: host memory, a store on disk or in Mooncake, and the way
+to other instances' host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ import msgspec
 from kllm.cache.events import EventSink
 from kllm.cache.kv_spec import KVSpec
 from kllm.cache.stores.store import Store
-from kllm.cache.tiers.tiered_cache import TieredCache, Workers
+from kllm.cache.tiers.tiered_cache import TieredCache
+from kllm.cache.tiers.workers import Workers
+from kllm.cache.transfer.opening import make_transfer
 from kllm.config import EngineConfig
 from kllm.engine.assembly import host_slots, put_tiers_below
 from kllm.engine.core import EngineCore
@@ -34,14 +37,16 @@ async def open_tiers(
     config: EngineConfig, core: EngineCore, cache: KVCache, spec: KVSpec, workers: Workers, sink: EventSink | None
 ) -> TieredCache | None:
     """Put what the config asks for below the engine's cache; None if that is nothing. Raises StoreError if the store
-    cannot be opened, ValueError for memory that holds no block."""
-    if not config.lower_tiers:
+    cannot be opened, ValueError for memory that holds no block or cannot be shared."""
+    if not config.stages:
         return None
     share_interpreter()
     page = spec.page_bytes()
-    mover = TensorPageMover(cache, spec, host_slots(config, page))
+    num_slots = host_slots(config, page)
+    transfer = await make_transfer(config.kv_transfer, num_slots, page, config.kv_transfer_host)
+    mover = TensorPageMover(cache, spec, num_slots, transfer.slots if transfer is not None else None)
     store = await _open_store(config, page) if config.l3 is not None else None
-    return put_tiers_below(core, config, mover, store, spec.fingerprint, workers, time.monotonic, sink)
+    return put_tiers_below(core, config, mover, store, spec.fingerprint, workers, time.monotonic, sink, transfer)
 
 
 async def _open_store(config: EngineConfig, page_bytes: int) -> Store:

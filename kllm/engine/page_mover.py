@@ -26,12 +26,13 @@ class TensorPageMover:
     """The PageMover port, on one thread of its own: copies keep the order of the calls. numpy copies on that thread
     alone, without the interpreter lock; torch would wait for its pool, whose threads compute.
 
-    The memory comes from numpy, whose zeros are the operating system's untouched pages: slots take memory when they
-    are first used."""
+    slots: uint8 [num_slots, page_bytes], where others reach them too; by default memory of its own. That comes from
+    numpy, whose zeros are the operating system's untouched pages: slots take memory when they are first used."""
 
-    def __init__(self, cache: KVCache, spec: KVSpec, num_slots: int) -> None:
+    def __init__(self, cache: KVCache, spec: KVSpec, num_slots: int, slots: np.ndarray | None = None) -> None:
         self.page_bytes = spec.page_bytes()
-        self._slots = np.zeros((num_slots, self.page_bytes), np.uint8)
+        self._slots = np.zeros((num_slots, self.page_bytes), np.uint8) if slots is None else slots
+        assert self._slots.shape == (num_slots, self.page_bytes)
         self._parts = _parts(cache, spec, self._slots)
         self._thread = ThreadPoolExecutor(1, "page-mover")
         self._last: asyncio.Future[None] | None = None

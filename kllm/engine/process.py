@@ -1,7 +1,8 @@
 """The instance process: `python -m kllm.engine.process ADDRESS CONFIG`, CONFIG being its EngineConfig as JSON.
 
 Dials the gateway at ADDRESS at once, reports the phases of its start, and serves until the gateway drains it or the
-link closes. The link is its life line: when the gateway dies, the instance ends too.
+link closes. The link is its life line: when the gateway dies, the instance ends too. (An instance that outlives its
+gateways listens instead: kllm.engine.listening.)
 """
 
 from __future__ import annotations
@@ -36,25 +37,26 @@ async def serve(address: str, config: EngineConfig) -> int:
     """Returns the exit code."""
     link: Link[Down, Up] = dial(address)
     try:
-        feed = _open_feed(config)
+        feed = open_feed(config)
     except OSError as error:
         _tell(link, Failed(error=error.strerror or str(error)))
         link.close()
         return EXIT_FAILED
     try:
-        return await _serve(link, config, feed)
+        return await run_instance(link, config, feed)
     finally:
         if feed is not None:
             feed.close()
 
 
-def _open_feed(config: EngineConfig) -> EventFeed | None:
+def open_feed(config: EngineConfig) -> EventFeed | None:
     """Publishes from now on, if the config wants it. Raises OSError when it cannot bind."""
     publisher = None if config.kv_events_config is None else open_publisher(config.kv_events_config)
     return None if publisher is None else EventFeed(publisher)
 
 
-async def _serve(link: Link[Down, Up], config: EngineConfig, feed: EventFeed | None) -> int:
+async def run_instance(link: Link[Down, Up], config: EngineConfig, feed: EventFeed | None) -> int:
+    """From loading to the end, which closes the link. Returns the exit code; what failed is told over the link."""
     loop = asyncio.get_running_loop()
     started = time.perf_counter()
     reporter = CacheReporter() if config.report_cache else None
@@ -95,10 +97,13 @@ async def _serve(link: Link[Down, Up], config: EngineConfig, feed: EventFeed | N
         start_seconds=engine.start_seconds,
         operators=engine.operators,
         fingerprint=engine.kv_spec.fingerprint if reporter is not None else "",
+        role=config.role,
+        transfers=config.kv_transfer != "off",
+        page_bytes=engine.kv_spec.page_bytes() if config.kv_transfer != "off" else 0,
     )
     workers = ThreadWorkers()
     try:
-        if config.lower_tiers:
+        if config.stages:
             from kllm.engine.lower_tiers import open_tiers
 
             await open_tiers(config, engine.core, engine.kv_cache, engine.kv_spec, workers, sink)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kllm.costs.step import StepWork
 from kllm.request import SamplingParams, TokenLogprobs
 
 
@@ -51,13 +52,17 @@ class RowStep:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. remaps: (row, index in its block table, new block) for pages found to be duplicates."""
+    """One step. remaps: (row, index in its block table, new block) for pages found to be duplicates.
+
+    work: what it computes, where attention reaches all tokens.
+    """
 
     id: int
     steps: list[RowStep] = field(default_factory=list)
     new: list[NewRow] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     remaps: list[tuple[int, int, int]] = field(default_factory=list)
+    work: StepWork = field(default_factory=StepWork)
 
     @property
     def num_tokens(self) -> int:

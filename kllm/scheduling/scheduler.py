@@ -19,6 +19,7 @@ from bisect import insort
 from collections import deque
 
 from kllm.cache.manager import Holding, KVManager
+from kllm.costs.step import StepWork
 from kllm.messages import EngineLoad, Submit
 from kllm.request import Delta, FinishReason, Timings, TokenLogprobs
 from kllm.scheduling.admission import Admission
@@ -27,6 +28,7 @@ from kllm.scheduling.prefill_policy import FirstCome, PrefillPolicy
 from kllm.scheduling.queue_policy import QueueKey, first_come
 from kllm.scheduling.sequence import Sequence, State
 
+LENGTH: tuple[FinishReason, int | None] = ("length", None)
 MOST_LOOKUPS = 2  # of one sequence when its turn comes, beside that when it came
 _NO_BLOCKS: list[int] = []  # of rows that need none: shared, never changed
 
@@ -71,6 +73,7 @@ class Scheduler:
         self._remaps: list[tuple[int, int, int]] = []
         self._arrivals = 0
         self._next_plan = 0
+        self._prefilled: list[Sequence] = []
         self._committed = -1
         self._looks_up = looks_up
         self._lookups: list[Sequence] = []
@@ -95,6 +98,8 @@ class Scheduler:
                 request_id=request.request_id, attempt=submit.attempt, finish_reason="error", error=error, invalid=True
             )
         sequence = Sequence(submit, self._arrivals, now, limit)
+        if submit.prefill_only and len(sequence.tokens) + 1 < limit:
+            sequence.limit, sequence.hands_over = len(sequence.tokens) + 1, True
         self._arrivals += 1
         over = self._finish(sequence, submit.outputs[-1]) if submit.outputs else None
         if over is not None:
@@ -115,6 +120,8 @@ class Scheduler:
         num_prompt = len(submit.request.prompt_token_ids)
         capacity = self.kv.pool.num_blocks * self.kv.block_tokens + 1  # the last token sampled needs no KV
         wanted = submit.request.params.max_tokens
+        if submit.prefill_only and num_prompt + len(submit.outputs) < capacity:
+            capacity = self.max_model_len  # what comes after the next token needs no room here
         limit = self.max_model_len if wanted is None else min(self.max_model_len, num_prompt + wanted)
         if num_prompt == 0:
             return 0, "the prompt is empty"
@@ -150,6 +157,11 @@ class Scheduler:
             sequence.held = False
             if sequence.state is State.HELD:
                 self._hold_or_wait(sequence)
+
+    def take_prefilled(self) -> list[Sequence]:
+        """Sequences that have ended here since the last call, to go on elsewhere: their whole blocks are cached."""
+        prefilled, self._prefilled = self._prefilled, []
+        return prefilled
 
     def take_lookups(self) -> list[Sequence]:
         """Sequences to be looked up in the lower tiers since the last call; found() must follow for each, with the
@@ -326,9 +338,10 @@ class Scheduler:
             sequence.admitted_at = now
         if sequence.epoch == 0:
             sequence.cached = min(matched, sequence.num_prompt)
-            self.prefix_queries += len(sequence.tokens)
-            self.prefix_hits += matched
-            self._credit_tiers(sequence, matched)
+            if sequence.kv is None:  # what is handed over was looked up where it was computed
+                self.prefix_queries += len(sequence.tokens)
+                self.prefix_hits += matched
+                self._credit_tiers(sequence, matched)
             self.kv.note_use(holding)
         sequence.row = self._free_rows.pop()
         chosen[sequence] = count = min(sequence.backlog, budget, self.prefill_chunk)
@@ -388,6 +401,7 @@ class Scheduler:
             plan.steps.append(step)
             entries.append((sequence, sequence.epoch, step))
         self._in_flight.append((plan, entries))
+        plan.work = _work(entries)
         return plan
 
     def _new_row(self, sequence: Sequence, holding: Holding) -> NewRow:
@@ -456,6 +470,10 @@ class Scheduler:
             prompt_logprobs = [None, *sequence.prompt_logprobs]
             sequence.prompt_logprobs = []
         over = self._finish(sequence, token)
+        if over == LENGTH and sequence.hands_over:
+            self._end(sequence)
+            self._prefilled.append(sequence)
+            over = None
         reason, stop = over if over is not None else (None, None)
         if over is not None:
             self._end(sequence)
@@ -478,9 +496,7 @@ class Scheduler:
                 return "stop", None
             if token in params.stop_token_ids:
                 return "stop", token
-        if len(sequence.tokens) >= sequence.limit:
-            return "length", None
-        return None
+        return LENGTH if len(sequence.tokens) >= sequence.limit else None
 
     def _delta(
         self,
@@ -538,10 +554,18 @@ class Scheduler:
         """(attempt, output tokens committed so far) of every request that is here."""
         return {request_id: (s.attempt, s.num_outputs) for request_id, s in self._sequences.items()}
 
+    def oldest_wait(self, now: float) -> float:
+        """Seconds that the oldest request without a token has been here; 0 if there is none."""
+        return next((max(0.0, now - s.arrived_at) for s in self._sequences.values() if s.num_outputs == 0), 0.0)
+
     def load(self) -> EngineLoad:
+        """oldest_wait_s is left out: it needs a clock."""
         return EngineLoad(
             running=len(self._running),
             waiting=len(self._sequences) - len(self._running),
+            lacking=sum(left for s in self._sequences.values() if (left := s.left) > 1),
+            decoding=sum(s.left <= 1 for s in self._running),
+            context=sum(s.computed for s in self._running),
             kv_usage=self.kv.usage,
             kv_cached=self.kv.cached,
             preemptions=self.num_preemptions,
@@ -581,3 +605,18 @@ class Scheduler:
         for sequence in self._sequences.values():
             assert (sequence.holding is not None) == (sequence.state is State.RUNNING)
             assert sequence.state is not State.ENDED
+
+
+def _work(entries: list[tuple[Sequence, int, RowStep]]) -> StepWork:
+    """What a plan computes. Its steps are counted in what the sequences have planned."""
+    new_tokens = sampled = context = longest = beyond = 0
+    for sequence, _, step in entries:
+        count, end = step.count, sequence.planned
+        new_tokens += count
+        context += end
+        sampled += step.sample
+        if count > 1:
+            beyond += (count - 1) * end - count * (count - 1) // 2  # attended to, beside what one token attends to
+            longest = max(longest, count)
+    attended = context + beyond
+    return StepWork(len(entries), new_tokens, sampled, context, attended, attended, max(1, longest))

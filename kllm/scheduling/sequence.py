@@ -29,7 +29,8 @@ class Sequence:
     is worth another try. overtaken: later ones admitted while it did not fit. expected: tokens that the cache had when
     it began to wait. looking: it is being looked up in the lower tiers. put_off: it will be when its turn comes;
     lookups: how often that happened. brought: blocks that L1 had then, and that came there from L2 and from L3.
-    yields: how often its prompt has given way to others (FairShare).
+    yields: how often its prompt has given way to others (FairShare). hands_over: it leaves after its next token, and
+    goes on elsewhere. kv: where KV of it can be had from.
     """
 
     __slots__ = (
@@ -44,8 +45,10 @@ class Sequence:
         "expected",
         "first_token_at",
         "followers",
+        "hands_over",
         "held",
         "holding",
+        "kv",
         "last_plan",
         "limit",
         "looking",
@@ -77,6 +80,8 @@ class Sequence:
         self.tokens.extend(submit.outputs)
         self.arrival = arrival
         self.limit = limit
+        self.hands_over = False
+        self.kv = submit.kv
         self.state = State.WAITING
         self.held = False
         self.looking = False
@@ -132,6 +137,13 @@ class Sequence:
     def lacking(self) -> int:
         """Tokens to compute before it can sample; while it waits, as far as can be known."""
         return self.backlog if self.state is State.RUNNING else max(1, len(self.tokens) - self.expected)
+
+    @property
+    def left(self) -> int:
+        """The same, counting what plans in flight compute as still to do; 1 while it decodes."""
+        if self.state is State.RUNNING:
+            return len(self.tokens) - self.computed
+        return 1 if self.state is State.FOLLOWING else max(1, len(self.tokens) - self.expected)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from kllm.cluster.gateway import Gateway, InstanceFailed
 from kllm.cluster.launchers.local import LocalLauncher
+from kllm.cluster.pool_routing import GlobalPools
 from kllm.cluster.routers import ROUTERS
 from kllm.config import KV_CACHE_SHARE, EngineConfig, ServerConfig
 from kllm.hub import ModelSource, resolve
@@ -79,17 +80,25 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         listener.listen(BACKLOG)
     except OSError as error:
         raise ServeError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
-    display = StartDisplay(config.instances)
+    roles = config.roles
+    display = StartDisplay(len(roles))
     rng = random.Random()
     cores, memory = available_cores(), available_memory()
     router = ROUTERS[config.routing](rng)
-    if router.uses_cache:
+    pools = GlobalPools(rng) if config.prefill else None
+    if router.uses_cache or pools is not None:
         engine_config = engine_config.model_copy(update={"report_cache": True})
-    configs = [instance_config(engine_config, i, config.instances, cores, memory) for i in range(config.instances)]
+    if pools is not None and engine_config.kv_transfer == "off":
+        engine_config = engine_config.model_copy(update={"kv_transfer": "shm"})
+    configs = [
+        instance_config(engine_config.model_copy(update={"role": role}), index, len(roles), cores, memory)
+        for index, role in enumerate(roles)
+    ]
     gateway = Gateway(
         [LocalLauncher(functools.partial(instance_command, config=each)) for each in configs],
         rng=rng,
         router=router,
+        pools=pools,
         max_queue=config.max_queue,
         start_timeout=config.start_timeout,
         max_restarts=config.max_restarts,
@@ -214,7 +223,7 @@ def _announce(hello: Hello, service: Service, config: ServerConfig, listener: so
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in hello.start_seconds.items())
     spent = f" in {process_age():.2f} s ({phases})" if phases else f" in {process_age():.2f} s"
     operators = f", {hello.operators} operators" if hello.operators else ""
-    instances = f" {config.instances} instances," if config.instances > 1 else ""
+    instances = f" {len(config.roles)} instances," if len(config.roles) > 1 else ""
     print(f"kLLM is ready: {url} serves {service.model_names[0]},{instances}{spent}{operators}", flush=True)
 
 

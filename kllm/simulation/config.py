@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from kllm.cluster.pool_variants import POOL_POLICIES, pool_policy
 from kllm.config import Bytes, RoutingName
+from kllm.messages import Role
 from kllm.workload.config import SYNTHETIC, WorkloadConfig
 from kllm.workload.traces import TRACES
 
@@ -35,9 +38,18 @@ class SimulationConfig(WorkloadConfig):
     step_times: str | None = Field(None, description="File of step times fitted to a real engine, instead of presets.")
     kv_tokens: int | None = Field(None, ge=1, description="Tokens of KV cache of an instance; by default what fits.")
     instances: int = Field(8, ge=1, le=4096, description="Instances, each prefilling and decoding.")
-    prefill: int | None = Field(None, ge=0, description="Prefill instances (separate roles do not exist yet).")
-    decode: int | None = Field(None, ge=0, description="Decode instances (separate roles do not exist yet).")
-    routing: RoutingName = Field("least-loaded", description="How instances are chosen.")
+    prefill: int = Field(
+        0, ge=0, le=2048, description="Instances that only prefill (with --decode, instead of --instances)."
+    )
+    decode: int = Field(
+        0, ge=0, le=2048, description="Instances that decode what the prefill instances have begun (with --prefill)."
+    )
+    pools: str = Field(
+        "global",
+        description=f"How P and D are chosen, with --prefill and --decode: {', '.join(POOL_POLICIES)}, or groups:N and "
+        "groups-in-turn:N for N fixed groups.",
+    )
+    routing: RoutingName = Field("least-loaded", description="How instances that prefill and decode are chosen.")
     seed: int = Field(0, ge=0, description="Seed of everything random: load, noise, network, faults.")
     block_size: int = Field(64, ge=1, le=1024, description="Tokens per KV cache block.")
     max_num_seqs: int = Field(256, ge=1, le=4096, description="Most requests that run at once on an instance.")
@@ -75,6 +87,15 @@ class SimulationConfig(WorkloadConfig):
     )
     l3_gb_s: float = Field(20.0, gt=0, description="GB/s between an instance and L3, reads and writes together.")
     l3_latency_ms: float = Field(1.0, ge=0, description="Milliseconds of a call to L3 besides.")
+    transfer_memory: Bytes = Field(
+        256 * 2**30,
+        ge=2**20,
+        description="Host memory of an instance for KV that is handed over or taken, with --prefill; l2_memory if given.",
+    )
+    transfer_gb_s: float = Field(
+        20.0, gt=0, description="GB/s at which an instance takes KV from another, all its transfers together."
+    )
+    transfer_latency_ms: float = Field(1.0, ge=0, description="Milliseconds of a transfer besides.")
     fetch: Literal["predicted", "always"] = Field(
         "predicted",
         description="What is brought up from L2 and L3: blocks predicted to be cheaper fetched than computed, or all.",
@@ -111,4 +132,22 @@ class SimulationConfig(WorkloadConfig):
     def _tiers_cache_prefixes(self) -> SimulationConfig:
         if self.lower_tiers and not self.enable_prefix_caching:
             raise ValueError("l2_memory and l3 keep cached prefixes, so they need enable_prefix_caching")
+        return self
+
+    @property
+    def roles(self) -> list[Role]:
+        """Of the instances, in order."""
+        if not self.prefill:
+            return ["both"] * self.instances
+        return ["prefill"] * self.prefill + ["decode"] * self.decode
+
+    @model_validator(mode="after")
+    def _pools_are_whole(self) -> SimulationConfig:
+        if (self.prefill > 0) != (self.decode > 0):
+            raise ValueError("prefill and decode go together: each needs at least one instance")
+        if self.prefill and "instances" in self.model_fields_set:
+            raise ValueError("give either instances, or prefill and decode")
+        if self.prefill and not self.enable_prefix_caching:
+            raise ValueError("KV is handed over as cached prefixes: prefill and decode need enable_prefix_caching")
+        pool_policy(self.pools, max(1, self.prefill), max(1, self.decode), random.Random(0))
         return self

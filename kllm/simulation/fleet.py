@@ -6,13 +6,15 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 from kllm.cache.tiers.tiered_cache import TieredCache
 from kllm.cluster.gateway import Gateway
+from kllm.cluster.pool_routing import PoolPolicy
 from kllm.cluster.routing import LeastLoaded, Router
 from kllm.costs.noise import StepTimeSource
+from kllm.messages import Role
 from kllm.simulation.clients import Clients
 from kllm.simulation.decision_log import DecisionLog
 from kllm.simulation.fabric import Fabric, Weather
@@ -37,6 +39,7 @@ class Stuck(RuntimeError):
 class FleetSpec:
     """What is simulated. times: the true step times of one instance, from a generator of random numbers of its own.
 
+    roles: of the instances, in order; none: each prefills and decodes. pools: how P and D are chosen then.
     gateway: further arguments of Gateway. clock_spread_s: node clocks are wrong by up to so much.
     check: verify the books of gateway and schedulers at every sample, not only at the end.
     sample_every_s: simulated seconds between looks at the instances.
@@ -47,6 +50,8 @@ class FleetSpec:
     times: Callable[[random.Random], StepTimeSource]
     seed: int = 0
     router: Callable[[random.Random], Router] = LeastLoaded
+    roles: Sequence[Role] = ()
+    pools: Callable[[random.Random], PoolPolicy] | None = None
     weather: Weather = field(default_factory=Weather)
     faults: FaultSchedule = field(default_factory=FaultSchedule)
     gateway: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +60,11 @@ class FleetSpec:
     patience_s: Callable[[int], float | None] = lambda index: None
     check: bool = False
     sample_every_s: float = 1.0
+
+    def instance_of(self, index: int) -> InstanceSpec:
+        if not self.roles:
+            return self.instance
+        return replace(self.instance, engine=self.instance.engine.model_copy(update={"role": self.roles[index]}))
 
 
 class Fleet:
@@ -74,7 +84,7 @@ class Fleet:
                 Node(index, spec.network_bytes_per_s, clocks.uniform(0.0, spec.clock_spread_s)),
                 gateway_node,
                 self.fabric,
-                spec.instance,
+                spec.instance_of(index),
                 spec.times(self._rng(f"steps/{index}")),
                 self._rng(f"incarnations/{index}"),
                 self.log,
@@ -89,6 +99,7 @@ class Fleet:
             self.launchers,
             rng=self._rng("gateway"),
             router=spec.router(self._rng("router")),
+            pools=None if spec.pools is None else spec.pools(self._rng("pools")),
             on_route=self._on_route,
             **spec.gateway,
         )

@@ -25,18 +25,29 @@ class TierCounts(msgspec.Struct, frozen=False, omit_defaults=True):
     late: int = 0  # lookups whose deadline passed
     store_errors: int = 0
     store_down: int = 0  # 1 while the store is left alone after errors
+    exports: int = 0  # prompts whose blocks others may pull
+    exported: int = 0  # their blocks
+    leases: int = 0  # held now
+    leases_expired: int = 0  # their time was over before anybody released them
+    leases_revoked: int = 0  # given up for room
+    pulled: int = 0  # from another instance to L2
+    pull_failures: int = 0  # pulls that broke off or came too late
+    pull_corrupt: int = 0  # pages pulled whose checksum was wrong: overwritten meanwhile, or damaged
     lookups: int = 0
     lookup_tokens: int = 0  # tokens of prompts that L1 lacked, whether or not it was worth looking below
     lookup_s: float = 0.0  # time that requests were held for lookups and fetches
     load_s: float = 0.0  # L2 to L1
     fetch_s: float = 0.0  # L3 to L2
+    pull_s: float = 0.0  # another instance to L2
+    export_s: float = 0.0  # from the end of a prefill to its lease: copies that were not done yet, and checksums
     bytes_saved: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0
     bytes_fetched: int = 0
+    bytes_pulled: int = 0
 
 
-OF_THE_MOMENT = frozenset({"l2_blocks", "l2_capacity", "store_down"})
+OF_THE_MOMENT = frozenset({"l2_blocks", "l2_capacity", "leases", "store_down"})
 COUNTERS = tuple(name for name in TierCounts.__struct_fields__ if name not in OF_THE_MOMENT)
 
 

@@ -4,6 +4,9 @@ The gateway listens, the instance dials; neither ever reconnects: a new incarnat
 the peer closes or dies (the kernel drops the connection), the network hangs (ZMTP heartbeats), a message is larger
 than allowed or is not one of ours. An address carries no secret: whoever can connect first is taken for the
 instance, so production uses ipc:// in a directory that only this user can enter.
+
+An instance that was started elsewhere listens instead, for any number of gateways (kllm.transport.zeromq_peers): each
+of them dials it with `dial_instance`, a DEALER socket in place of the PAIR.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kllm.messages import Down, Up, decode_down, decode_up, encode
+from kllm.transport.fleet_key import FleetKey
 from kllm.transport.link import Backpressure, In, LinkClosed, Out
 
 logger = logging.getLogger(__name__)
@@ -27,6 +31,9 @@ MAX_MESSAGE_BYTES = 256 * 2**20  # log-probabilities of a long prompt are the la
 HIGH_WATER = 4096  # messages queued by ZeroMQ in each direction before send raises Backpressure
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
+REMOTE_HEARTBEAT_MS = 2_000
+REMOTE_TIMEOUT_MS = 10_000  # ZeroMQ's own thread answers heartbeats: a host or a network that hangs, not a busy process
+CONNECT_TIMEOUT_MS = 5_000
 LINGER_MS = 1_000  # an instance's last words may take this long to leave when it closes its end
 
 _ENDINGS = (
@@ -45,21 +52,30 @@ class ZmqLink(Generic[In, Out]):
     """
 
     def __init__(
-        self, decode: Callable[[bytes], In], *, linger_ms: int, high_water: int, max_message_bytes: int
+        self,
+        decode: Callable[[bytes], In],
+        *,
+        linger_ms: int,
+        high_water: int,
+        max_message_bytes: int,
+        kind: int = zmq.PAIR,
+        heartbeat_ms: int = HEARTBEAT_MS,
+        timeout_ms: int = HEARTBEAT_TIMEOUT_MS,
     ) -> None:
         self.address = ""
         self._decode = decode
         self._max_message_bytes = max_message_bytes
         self._context = zmq.asyncio.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.PAIR)
+        self._socket = self._context.socket(kind)
         for option, value in (
             (zmq.LINGER, linger_ms),
             (zmq.SNDHWM, high_water),
             (zmq.RCVHWM, high_water),
             (zmq.MAXMSGSIZE, max_message_bytes),
             (zmq.RECONNECT_IVL, -1),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.HEARTBEAT_IVL, heartbeat_ms),
+            (zmq.HEARTBEAT_TIMEOUT, timeout_ms),
+            (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS),
         ):
             self._socket.setsockopt(option, value)
         self._peer_gone = asyncio.get_running_loop().create_future()
@@ -71,9 +87,19 @@ class ZmqLink(Generic[In, Out]):
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    def unlock(self, key: FleetKey) -> None:
+        """As a gateway of this fleet, towards one of its instances only. Before connect."""
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, key.instance.public)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.gateway.public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.gateway.secret)
+
     def connect(self, address: str) -> None:
         self._socket.connect(address)
         self.address = address
+
+    async def peer_gone(self) -> None:
+        """Waits for the end of the connection, or of this end. What came before it can still be received."""
+        await asyncio.wait((self._peer_gone,))
 
     def send(self, message: Out) -> None:
         if self._socket.closed or self._peer_gone.done():
@@ -163,6 +189,23 @@ def dial(
     link: ZmqLink[Down, Up] = ZmqLink(
         decode_down, linger_ms=LINGER_MS, high_water=high_water, max_message_bytes=max_message_bytes
     )
+    return _open(link, link.connect, address)
+
+
+def dial_instance(address: str, key: FleetKey | None = None) -> ZmqLink[Up, Down]:
+    """A gateway's end towards an instance that listens. Where none does, recv raises LinkClosed, at once or after
+    CONNECT_TIMEOUT_MS. Raises OSError for what is no address."""
+    link: ZmqLink[Up, Down] = ZmqLink(
+        decode_up,
+        linger_ms=0,
+        high_water=HIGH_WATER,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        kind=zmq.DEALER,
+        heartbeat_ms=REMOTE_HEARTBEAT_MS,
+        timeout_ms=REMOTE_TIMEOUT_MS,
+    )
+    if key is not None:
+        link.unlock(key)
     return _open(link, link.connect, address)
 
 

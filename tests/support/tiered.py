@@ -11,9 +11,10 @@ from support.page_memory import DictStore, MemoryMover, contents
 from kllm.cache.events import CacheEvent
 from kllm.cache.eviction import EvictionName
 from kllm.cache.manager import KVManager
+from kllm.cache.tiers.lookup import Brought
 from kllm.cache.tiers.settings import TierSettings
 from kllm.cache.tiers.store_link import StoreLink
-from kllm.cache.tiers.tiered_cache import Brought, TieredCache
+from kllm.cache.tiers.tiered_cache import TieredCache
 from kllm.simulation.workers import SimulatedWorkers
 
 BLOCK_TOKENS = 4

@@ -42,6 +42,7 @@ class Demotion:
         self._settings = settings
         self._counts = counts
         self._sink = sink
+        self._asked: OrderedDict[bytes, None] = OrderedDict()  # to be saved before all others
         self._to_save: OrderedDict[bytes, None] = OrderedDict()
         self._to_persist: OrderedDict[bytes, None] = OrderedDict()
         self._used: deque[bytes] = deque()  # to be counted
@@ -58,6 +59,13 @@ class Demotion:
         """Blocks that are new in L1."""
         if self._settings.write == "through":
             self._save_later(hashes)
+        self._wake_save.set()
+
+    def asked(self, hashes: Sequence[bytes]) -> None:
+        """Others are to pull these: they are copied before all others, whatever the settings say."""
+        for block_hash in hashes:
+            if block_hash not in self._pool:
+                self._asked[block_hash] = None
         self._wake_save.set()
 
     def used(self, hashes: Iterable[bytes]) -> None:
@@ -96,27 +104,40 @@ class Demotion:
                 self._wake_save.clear()
                 await self._wake_save.wait()
                 continue
-            self._busy += 1
-            try:
-                await self._save(hashes)
-            finally:
-                self._busy -= 1
+            await self.save(hashes)
 
     def _next_to_save(self) -> list[bytes]:
         """Blocks that L1 has and L2 has not: those that are to be copied, and those that L1 evicts next."""
         kv, pool = self._kv, self._pool
-        hashes: list[bytes] = []
+        hashes = self._take(self._asked)
+        if hashes:
+            return hashes
         if self._settings.staging and len(self._to_persist) >= pool.num_slots // 2 and self._store_keeps_up:
             return hashes  # persist_loop says when there is room again
-        while self._to_save and len(hashes) < self.batch:
-            block_hash, _ = self._to_save.popitem(last=False)
-            if block_hash not in pool and kv.block_of(block_hash) is not None:
-                hashes.append(block_hash)
+        hashes = self._take(self._to_save)
         if not hashes and self._settings.saves_coldest and kv.pool.num_free < 2 * self.batch:
             # Those in the window must fit into L2 together: else saving one would push out another, for ever.
             coldest = kv.coldest(min(4 * self.batch, pool.num_slots // 2))
             hashes = [block_hash for block_hash in coldest if block_hash not in pool][: self.batch]
         return hashes if pool.available else []
+
+    def _take(self, queue: OrderedDict[bytes, None]) -> list[bytes]:
+        """The next batch of those that L1 has and L2 has not."""
+        hashes: list[bytes] = []
+        while queue and len(hashes) < self.batch:
+            block_hash, _ = queue.popitem(last=False)
+            if block_hash not in self._pool and self._kv.block_of(block_hash) is not None:
+                hashes.append(block_hash)
+        return hashes
+
+    async def save(self, hashes: list[bytes]) -> None:
+        """Copy these, which L1 has and L2 has not. Those that there is no room for, or that L1 gives up meanwhile, are
+        not in L2 afterwards."""
+        self._busy += 1
+        try:
+            await self._save(hashes)
+        finally:
+            self._busy -= 1
 
     async def _save(self, hashes: list[bytes]) -> None:
         kv, pool = self._kv, self._pool
@@ -131,6 +152,7 @@ class Demotion:
         try:
             await self._mover.save(present, [slot.slot for slot in slots])
         except BaseException:
+            await self._mover.idle()  # it may still write into the slots
             pool.discard(slots)
             raise
         same = [
@@ -212,7 +234,7 @@ class Demotion:
     def behind(self) -> bool:
         """Something is on its way down."""
         waking = self._wake_save.is_set() or (self._link is not None and self._wake_persist.is_set())
-        return bool(waking or self._busy or self._to_save or self._to_persist)
+        return bool(waking or self._busy or self._asked or self._to_save or self._to_persist)
 
     async def settled(self) -> None:
         """Returns when nothing is."""
@@ -222,6 +244,7 @@ class Demotion:
 
     def forget(self) -> None:
         """The cache is cleared: nothing that waits is copied any more."""
+        self._asked.clear()
         self._to_save.clear()
         self._to_persist.clear()
         self._used.clear()

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class HostBlock:
-    """A block in a slot. stored: the store has it too. arrival: done when it is ready or discarded (False)."""
+    """A block in a slot. stored: the store has it too. checksum: of its bytes, once somebody needed it (page_checksum).
+    arrival: done when it is ready or discarded (False)."""
 
-    __slots__ = ("arrival", "hash", "pins", "ready", "slot", "stored")
+    __slots__ = ("arrival", "checksum", "hash", "pins", "ready", "slot", "stored")
 
     def __init__(self, block_hash: bytes, slot: int) -> None:
         self.hash = block_hash
@@ -29,6 +30,7 @@ class HostBlock:
         self.pins = 0
         self.ready = False
         self.stored = False
+        self.checksum: int | None = None
         self.arrival: asyncio.Future[bool] | None = None
 
     def arrived(self) -> asyncio.Future[bool]:

@@ -46,7 +46,7 @@ class LearnedLine:
         return self.a * x1 + self.b * x2
 
 
-Source = Literal["l2", "l3"]
+Source = Literal["l2", "l3", "peer"]
 
 
 class Prediction:
@@ -62,6 +62,7 @@ class Prediction:
         self._fetch: dict[Source, LearnedLine] = {
             "l2": LearnedLine(1e-5, 1e-11, 1.0, 4e6),
             "l3": LearnedLine(1e-4, 5e-11, 1.0, 4e6),
+            "peer": LearnedLine(1e-4, 5e-11, 1.0, 4e6),
         }
 
     def computed(self, tokens: int, attended: int, seconds: float) -> None:

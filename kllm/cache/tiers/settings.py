@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WritePolicy = Literal["through", "selective", "back"]
+WritePolicy = Literal["through", "selective", "back", "asked"]
 
 
 @dataclass(frozen=True)
 class TierSettings:
     """write: when blocks of L1 are copied to L2: as soon as they are computed (through), once `min_reuse` requests
-    used them (selective), or when they are about to be evicted (back).
+    used them (selective), when they are about to be evicted (back), or only where others are to pull them (asked).
     store_min_reuse: requests that must have used a block before it goes from L2 to the store; 1: all blocks go.
     fetch_base_s, fetch_per_kilotoken_s: how long a request waits for what lies below, by its tokens below.
     staging: L2 is only what blocks pass through on their way to the store: they wait in L1 for their turn.

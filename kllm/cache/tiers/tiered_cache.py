@@ -17,77 +17,38 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from kllm.cache.block_hash import chain_politely
-from kllm.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventSink, Medium
+from kllm.cache.events import AllBlocksCleared, BlockRemoved, EventSink, Medium
 from kllm.cache.manager import Holding, KVManager
 from kllm.cache.tiers.demotion import Demotion
+from kllm.cache.tiers.export import FEW_BLOCKS, Exports
 from kllm.cache.tiers.host_pool import HostBlock, HostPool
+from kllm.cache.tiers.lookup import Brought, Lookup, Staged
 from kllm.cache.tiers.page_mover import PageMover
+from kllm.cache.tiers.peer_source import PeerSource
 from kllm.cache.tiers.prediction import Prediction, Source
 from kllm.cache.tiers.settings import TierSettings
+from kllm.cache.tiers.staging import Staging
 from kllm.cache.tiers.store_link import StoreLink
+from kllm.cache.tiers.workers import Workers
+from kllm.cache.transfer.port import KvTransfer
+from kllm.messages import KvSource
 from kllm.telemetry.tier_counts import TierCounts
 
 logger = logging.getLogger(__name__)
 
 CLEAR_GRACE_S = 1.0  # for copies that are on their way when the cache is cleared
-FEW_BLOCKS = 128  # hashed at once on the loop; more go to a worker
 RUN_BLOCKS = 512  # most blocks that are decided about together
 T = TypeVar("T")
 
 
-class Workers(Protocol):
-    """Runs CPU-heavy work off the event loop."""
-
-    async def run(self, function: Callable[..., T], *args: object) -> T: ...
-
-
-class Brought:
-    """Of one lookup: blocks that L1 had, and that came there from L2 and L3."""
-
-    __slots__ = ("l1", "l2", "l3")
-
-    def __init__(self, l1: int) -> None:
-        self.l1 = l1
-        self.l2 = self.l3 = 0
-
-
-class _Lookup:
-    """One request's way through the tiers. holding: what L1 has of it; None once it had to give way."""
-
-    __slots__ = ("began", "brought", "copying", "deadline", "hashes", "holding", "limit", "start", "tokens")
-
-    def __init__(self, tokens: array[int], limit: int, holding: Holding) -> None:
-        self.tokens = tokens
-        self.limit = limit  # tokens that may come from the cache
-        self.holding: Holding | None = holding
-        self.start = len(holding.blocks)  # blocks that L1 had
-        self.hashes: list[bytes] = []  # of the blocks after `start`
-        self.copying = False
-        self.began = self.deadline = 0.0
-        self.brought = Brought(self.start)
-
-    @property
-    def depth(self) -> int:
-        return len(self.holding.blocks) if self.holding is not None else 0
-
-
-class _Staged:
-    """blocks: pinned in L2, ready. read: hashes of those that came from the store just now."""
-
-    __slots__ = ("blocks", "read")
-
-    def __init__(self, blocks: list[HostBlock], read: frozenset[bytes]) -> None:
-        self.blocks = blocks
-        self.read = read
-
-
 class TieredCache:
     """kv: L1's books; this becomes its `lower`. num_slots: blocks that L2 holds. link: the store, None without L3.
+    transfer: gives and takes pages of L2 to and from other instances; None: there are no exports and no pulls.
 
     start() must be called on a running event loop. wake: called when something that the scheduler may wait for is over.
     """
@@ -102,6 +63,7 @@ class TieredCache:
         workers: Workers,
         clock: Callable[[], float],
         sink: EventSink | None = None,
+        transfer: KvTransfer | None = None,
     ) -> None:
         pool = HostPool(num_slots, self._evicted_below)
         self.counts = TierCounts(l2_capacity=num_slots)
@@ -116,10 +78,31 @@ class TieredCache:
         self._clock = clock
         self._sink: EventSink = sink or (lambda event: None)
         self._demotion = Demotion(kv, pool, mover, link, settings, self.counts, self._sink)
-        self._lookups: dict[_Lookup, None] = {}  # in the order in which they began
+        self._transfer = transfer
+        self._peer, self._exports = self._connect(transfer)
+        self._staging = Staging(
+            pool, mover, link, self._peer, self.counts, self.prediction, clock, kv.block_tokens, self._sink
+        )
+        self._lookups: dict[Lookup, None] = {}  # in the order in which they began
         self._arriving: dict[bytes, asyncio.Future[None]] = {}  # batches being copied into L1, by their first block
         self._tasks: set[asyncio.Task[Any]] = set()
         kv.lower = self
+
+    def _connect(self, transfer: KvTransfer | None) -> tuple[PeerSource | None, Exports | None]:
+        """Both directions of the way to other instances."""
+        if transfer is None:
+            return None, None
+        kv, pool, mover, workers, counts, clock = (
+            self._kv,
+            self._pool,
+            self._mover,
+            self._workers,
+            self.counts,
+            self._clock,
+        )
+        peer = PeerSource(transfer, pool, mover, workers, counts, self.prediction, clock, kv.block_tokens, self._sink)
+        exports = Exports(transfer.address, kv, pool, mover, self._demotion, workers, counts, clock)
+        return peer, exports
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -142,6 +125,11 @@ class TieredCache:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._mover.idle()
+        if self._exports is not None:
+            self._exports.leases.clear()
+        if self._transfer is not None:
+            await self._transfer.idle()
+            await self._transfer.close()
         if self._link is not None:
             await self._link.store.idle()
             await self._link.store.close()
@@ -192,7 +180,7 @@ class TieredCache:
             self._let_go(lookup)
         return bool(idle)
 
-    def _let_go(self, lookup: _Lookup) -> None:
+    def _let_go(self, lookup: Lookup) -> None:
         if lookup.holding is not None:
             self._kv.close(lookup.holding)
             lookup.holding = None
@@ -200,16 +188,26 @@ class TieredCache:
     # -- lookup ----------------------------------------------------------------------------------------------
 
     def look_up(
-        self, tokens: array[int], salt: str, adapter: str, done: Callable[[Brought], None]
+        self,
+        tokens: array[int],
+        salt: str,
+        adapter: str,
+        done: Callable[[Brought], None],
+        source: KvSource | None = None,
     ) -> asyncio.Task[None] | None:
         """Bring what lies below L1 of these tokens, all but the last one at most. `done` is called when L1 has what it
-        will have, or the deadline has passed. None, and no call, if there is nothing to look for."""
+        will have, or the deadline has passed. None, and no call, if there is nothing to look for.
+
+        source: where another instance has their leading blocks, which are pulled where L2 lacks them."""
         limit = len(tokens) - 1
         if limit < self._kv.block_tokens:
             return None
         holding = self._kv.open(salt, adapter)
         self._kv.match(holding, tokens, limit)
-        lookup = _Lookup(tokens, limit, holding)
+        if source is not None and (self._peer is None or not self._peer.fits(source)):
+            self.counts.pull_failures += 1
+            source = None
+        lookup = Lookup(tokens, limit, holding, source)
         self.counts.lookup_tokens += (limit // self._kv.block_tokens - lookup.start) * self._kv.block_tokens
         if not self._promising(lookup):
             self._kv.close(holding)
@@ -221,37 +219,39 @@ class TieredCache:
         task.add_done_callback(lambda _: self._end(lookup, done))  # also if it is cancelled before it began
         return task
 
-    def _set_deadline(self, lookup: _Lookup) -> None:
+    def _set_deadline(self, lookup: Lookup) -> None:
         missing = lookup.limit // self._kv.block_tokens - lookup.start
         kilotokens = missing * self._kv.block_tokens / 1000.0
         lookup.began = self._clock()
         allowed = self._settings.fetch_base_s + self._settings.fetch_per_kilotoken_s * kilotokens
         lookup.deadline = lookup.began + allowed
 
-    def _promising(self, lookup: _Lookup) -> bool:
+    def _promising(self, lookup: Lookup) -> bool:
         holding = lookup.holding
         assert holding is not None
         missing = lookup.limit // self._kv.block_tokens - lookup.start
         if missing <= 0:
             return False
+        if lookup.at_peer > lookup.start:
+            return True
         if self._link is not None and self._link.readable:
             return True
         return self._kv.hashes_after(holding, lookup.tokens, lookup.start + 1)[0] in self._pool
 
-    async def _run(self, lookup: _Lookup) -> None:
+    async def _run(self, lookup: Lookup) -> None:
         try:
             await self._bring(lookup)
         except Exception:  # a bug here must not keep a request waiting: it computes what it did not get
             logger.exception("a cache lookup failed")
 
-    def _end(self, lookup: _Lookup, done: Callable[[Brought], None]) -> None:
+    def _end(self, lookup: Lookup, done: Callable[[Brought], None]) -> None:
         self._let_go(lookup)
         self._lookups.pop(lookup, None)
         self.counts.lookup_s += self._clock() - lookup.began
         done(lookup.brought)
         self.wake()
 
-    async def _bring(self, lookup: _Lookup) -> None:
+    async def _bring(self, lookup: Lookup) -> None:
         await self._name_blocks(lookup)
         runs = await self._find(lookup)
         found = sum(blocks for _, blocks in runs)
@@ -261,7 +261,7 @@ class TieredCache:
             return
         await self._fetch(lookup, lookup.hashes[:wanted])
 
-    async def _name_blocks(self, lookup: _Lookup) -> None:
+    async def _name_blocks(self, lookup: Lookup) -> None:
         holding = lookup.holding
         if holding is None:
             return
@@ -274,112 +274,72 @@ class TieredCache:
         width = self._kv.block_tokens * lookup.tokens.itemsize
         lookup.hashes = await self._workers.run(chain_politely, parent, raw, width)
 
-    async def _find(self, lookup: _Lookup) -> list[tuple[Source, int]]:
+    async def _find(self, lookup: Lookup) -> list[tuple[Source, int]]:
         """Runs of blocks that are below, from the first that L1 lacks on."""
-        hashes, pool = lookup.hashes, self._pool
-        found = pool.leading(hashes)
+        hashes, pool, at_peer = lookup.hashes, self._pool, lookup.at_peer - lookup.start
+        found = next((i for i, name in enumerate(hashes) if i >= at_peer and name not in pool), len(hashes))
         if found < len(hashes) and self._link is not None and self._link.readable:
             answer = await self._in_time(self._spawn(self._link.leading(hashes[found:])), lookup)
+            if answer is None:
+                self._link.late()
             found += answer or 0
         runs: list[tuple[Source, int]] = []
-        for block_hash in hashes[:found]:
-            source: Source = "l2" if block_hash in pool else "l3"
+        for index, name in enumerate(hashes[:found]):
+            source: Source = "l2" if name in pool else "peer" if index < at_peer else "l3"
             if runs and runs[-1][0] == source and runs[-1][1] < RUN_BLOCKS:
                 runs[-1] = (source, runs[-1][1] + 1)
             else:
                 runs.append((source, 1))
         return runs
 
-    async def _in_time(self, task: asyncio.Future[T], lookup: _Lookup) -> T | None:
+    async def _in_time(self, task: asyncio.Future[T], lookup: Lookup) -> T | None:
         """The task's result if it comes before the lookup's deadline; the task goes on in any case."""
         done, _ = await asyncio.wait([task], timeout=max(0.0, lookup.deadline - self._clock()))
         if done:
             return task.result()
         self.counts.late += 1
-        if self._link is not None:
-            self._link.late()
         return None
 
     # -- fetch -----------------------------------------------------------------------------------------------
 
-    async def _fetch(self, lookup: _Lookup, hashes: list[bytes]) -> None:
-        """Batch after batch: while one is copied into L1 the next is read from the store."""
+    async def _fetch(self, lookup: Lookup, hashes: list[bytes]) -> None:
+        """Batch after batch: while one is copied into L1 the next is brought into L2."""
         size = self._demotion.batch
-        batches = [hashes[i : i + size] for i in range(0, len(hashes), size)]
-        staging = deque([self._spawn(self._stage(batches[0]))])
+        starts = range(0, len(hashes), size)
+
+        def stage(start: int) -> asyncio.Task[Staged]:
+            return self._spawn(self._staging.stage(lookup, hashes[start : start + size], lookup.start + start))
+
+        staging = deque([stage(0)])
         try:
-            for number, batch in enumerate(batches):
-                staging.extend(self._spawn(self._stage(following)) for following in batches[number + 1 : number + 2])
+            for start in starts:
+                staging.extend(stage(following) for following in starts if following == start + size)
                 staged = await self._in_time(staging[0], lookup)
                 if staged is None:
+                    self._blame(lookup, lookup.start + min(start + size, len(hashes)))
                     return
                 staging.popleft()
                 try:
-                    fits = await self._load(lookup, staged, lookup.start + number * size)
+                    fits = await self._load(lookup, staged, lookup.start + start)
                 finally:
                     self._pool.unpin(staged.blocks)
-                if not fits or len(staged.blocks) < len(batch):
+                if not fits or len(staged.blocks) < len(hashes[start : start + size]):
                     return
         finally:  # slots that are being filled for nothing are given back when they are there
             for task in staging:
                 task.add_done_callback(self._give_back)
 
-    def _give_back(self, staging: asyncio.Task[_Staged]) -> None:
+    def _blame(self, lookup: Lookup, last: int) -> None:
+        """Blocks up to index `last` of the prompt did not come in time: the store's fault if some were to come from
+        there."""
+        if self._link is not None and last > lookup.at_peer:
+            self._link.late()
+
+    def _give_back(self, staging: asyncio.Task[Staged]) -> None:
         if not staging.cancelled() and staging.exception() is None:
             self._pool.unpin(staging.result().blocks)
 
-    async def _stage(self, hashes: list[bytes]) -> _Staged:
-        """The leading blocks of these in L2, pinned: those that are there, and those that the store still has."""
-        pool = self._pool
-        absent = [block_hash for block_hash in hashes if block_hash not in pool]
-        present = [block for block_hash in hashes if (block := pool.get(block_hash)) is not None]
-        pool.pin(present)
-        try:
-            if absent:
-                await self._read(absent)
-            for block in present:
-                if not block.ready:
-                    await block.arrived()
-        finally:
-            pool.unpin(present)
-        staged: list[HostBlock] = []
-        for block_hash in hashes:
-            found = pool.get(block_hash)
-            if found is None or not found.ready:
-                break
-            staged.append(found)
-        pool.pin(staged)
-        return _Staged(staged, frozenset(absent))
-
-    async def _read(self, hashes: list[bytes]) -> None:
-        """From the store into new slots of L2."""
-        if self._link is None or not self._link.readable:
-            return
-        slots = self._pool.reserve(hashes)
-        if not slots:
-            return
-        began = self._clock()
-        try:
-            pages = [self._mover.page(slot.slot) for slot in slots]
-            got = await self._link.get([slot.hash for slot in slots], pages)
-        except BaseException:
-            await self._link.store.idle()  # it may still write into the slots
-            self._pool.discard(slots)
-            raise
-        ready = [slot for slot, there in zip(slots, got, strict=True) if there]
-        self._pool.discard(slot for slot, there in zip(slots, got, strict=True) if not there)
-        for slot in ready:
-            slot.stored = True
-        self._pool.publish(ready)
-        seconds = self._clock() - began
-        self.counts.fetched += len(ready)
-        self.counts.bytes_fetched += len(ready) * self._mover.page_bytes
-        self.counts.fetch_s += seconds
-        if ready:
-            self.prediction.fetched("l3", len(ready), seconds)
-            self._sink(BlockStored([slot.hash for slot in ready], None, (), self._kv.block_tokens, Medium.HOST))
-
-    async def _load(self, lookup: _Lookup, staged: _Staged, depth: int) -> bool:
+    async def _load(self, lookup: Lookup, staged: Staged, depth: int) -> bool:
         """From L2 into L1, `depth` blocks from the root, and into the prefix tree. False if there was no room, or the
         lookup had to give way."""
         kv = self._kv
@@ -411,29 +371,70 @@ class TieredCache:
             del self._arriving[first_hash]
             arriving.set_result(None)
         kv.commit(holding, lookup.tokens, (first + len(blocks)) * kv.block_tokens, None)
-        self._account(lookup, blocks, staged.read, self._clock() - began)
+        for block in blocks:
+            lookup.brought.add(staged.came.get(block.hash, "l2"), 1)
+        self._account(blocks, self._clock() - began)
         return True
 
-    def _account(self, lookup: _Lookup, blocks: list[HostBlock], read: frozenset[bytes], seconds: float) -> None:
-        from_store = sum(block.hash in read for block in blocks)
-        lookup.brought.l3 += from_store
-        lookup.brought.l2 += len(blocks) - from_store
+    def _account(self, blocks: list[HostBlock], seconds: float) -> None:
         self.counts.loaded += len(blocks)
         self.counts.bytes_loaded += len(blocks) * self._mover.page_bytes
         self.counts.load_s += seconds
         self.prediction.fetched("l2", len(blocks), seconds)
+
+    # -- exports ---------------------------------------------------------------------------------------------
+
+    @property
+    def transfers(self) -> bool:
+        """It can hand KV over to other instances, and take theirs."""
+        return self._transfer is not None
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one block."""
+        return self._mover.page_bytes
+
+    def export_soon(self, holding: Holding, first: int = 0) -> int:
+        """What this holding has computed, which goes on growing, is to be exported: its blocks from index `first` on
+        are copied to L2, before all others. Returns the `first` of the next call. O(new blocks)."""
+        return self._exports.soon(holding, first) if self._exports is not None else first
+
+    async def export(self, tokens: array[int], salt: str, adapter: str, lease: str, lease_s: float) -> KvSource | None:
+        """Make the leading whole blocks of these tokens ready to be pulled by another instance for lease_s seconds:
+        those that L2 has, and those that L1 still has and L2 has room for, older leases giving way. None if there are
+        none. The lease is named by the caller; one of the same name ends."""
+        if self._exports is None:
+            return None
+        return await self._exports.export(tokens, salt, adapter, lease, lease_s)
+
+    def release(self, leases: Sequence[str]) -> None:
+        """These are not needed any more; unknown ones are ignored."""
+        if self._exports is not None:
+            self._exports.leases.release(leases)
+
+    @property
+    def leases(self) -> int:
+        """How many are held now."""
+        if self._exports is None:
+            return 0
+        self._exports.leases.expire(self._clock())
+        return len(self._exports.leases)
+
+    # -- state -----------------------------------------------------------------------------------------------
 
     @property
     def hashes(self) -> list[bytes]:
         """Names of the blocks that L2 has."""
         return self._pool.ready()
 
-    # -- state -----------------------------------------------------------------------------------------------
-
     def snapshot(self) -> TierCounts:
         counts = self.counts
         counts.l2_blocks = len(self._pool)
         counts.l2_evicted = self._pool.num_evicted
+        counts.leases = self.leases
+        if self._exports is not None:
+            counts.leases_expired = self._exports.leases.expired
+            counts.leases_revoked = self._exports.leases.revoked
         if self._link is not None:
             counts.l3_evicted = self._link.store.counts.evicted
             counts.corrupt = self._link.store.counts.corrupt
@@ -456,6 +457,8 @@ class TieredCache:
 
     def _clear_memory(self) -> bool:
         self._demotion.forget()
+        if self._exports is not None:
+            self._exports.leases.clear()
         empty = self._kv.clear()
         self._pool.clear()
         return empty and not len(self._pool)
@@ -463,3 +466,5 @@ class TieredCache:
     def check(self) -> None:
         """Raise AssertionError unless the books of L2 balance."""
         self._pool.check()
+        if self._exports is not None:
+            self._exports.leases.check()

@@ -1,0 +1,1 @@
+"""How pages of KV get from the host memory of one instance into that of another."""

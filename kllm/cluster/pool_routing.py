@@ -1,0 +1,171 @@
+"""Which instance prefills a request, and which one decodes it. Pure, like routing.py: no clock, no I/O; what policies
+draw comes from their generator.
+
+    arrive ──► P (or a D that keeps it)           the pools are global: any P hands over to any D, and D is chosen
+    handed_over ──► D                             when the prefill is done, by what is known then
+
+GlobalPools is ours; pool_variants.py has others to compare it with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kllm.cluster.cache_routing import drawn
+from kllm.cluster.pool_prediction import (
+    Times,
+    TransferCost,
+    decode_seconds,
+    fullness,
+    mixed_step_seconds,
+    outputs_ahead,
+    prefill_seconds,
+    step_seconds,
+    transfer_seconds,
+)
+from kllm.cluster.routing import Candidate
+from kllm.request import Request
+
+Scores = list[tuple[int, float]]
+
+EQUAL = 0.02  # of the time that a prompt takes: times to first token that are that close are equal, and drawn
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """index: of the slot. separate: it is only prefilled there, and another instance is chosen for its decoding.
+    reason: in words. scores: (index, score) of each that was weighed; less is better; seconds, unless reason says
+    else."""
+
+    index: int
+    separate: bool
+    reason: str
+    scores: Scores
+
+
+class PoolPolicy(Protocol):
+    """uses_cache: it wants to know what each candidate has of the prompt."""
+
+    uses_cache: bool
+
+    def arrive(
+        self, request: Request, outputs: int, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Choice:
+        """Where a request is prefilled, of which so many outputs are there already (an earlier attempt's).
+
+        prefill, decode: those of the two pools, in ascending order of index; an instance of both roles is in both.
+        There is at least one of prefill. The index is of any of them; `separate` only where decode is not empty."""
+        ...
+
+    def handed_over(self, request: Request, outputs: int, source: int, decode: Sequence[Candidate]) -> Choice:
+        """Which of decode, of which there is at least one, goes on with a request that `source` has prefilled."""
+        ...
+
+
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """tpot_slo_s: seconds per output that nobody at a D should see more of. high_water: share of a D's KV blocks beyond
+    which it is full. horizon: outputs that a request is expected to have, unless its own limit is less.
+    transfer: None: neither what KV a D has nor what bringing it costs is weighed.
+    conditional: a prompt may be prefilled by a D that then keeps it."""
+
+    tpot_slo_s: float = 0.06
+    high_water: float = 0.9
+    horizon: int = 256
+    transfer: TransferCost | None = TransferCost()
+    conditional: bool = True
+
+
+class GlobalPools:
+    """P by predicted time to first token, D by what decoding there costs; all in seconds, so that they can be added.
+
+        P     compute of what is ahead and of what it lacks of the prompt, and its steps meanwhile
+        D     bringing the KV that it lacks
+              + what it has to compute for others
+              + outputs expected * (its step with this request + requests there * what this one adds to a step)
+
+    The second factor's last part is the slow-down that those who are there suffer: a second of theirs weighs as much as
+    a second of this request's. Guards come first: a D that would be beyond its high water, or without a place, is
+    chosen only if all are (then the least full); one whose steps would be beyond the SLO only if those of all are.
+
+    A D keeps a prompt to prefill it itself where that makes the sum of both stages less, as long as its longest step
+    with it stays within the SLO: so only what lacks little is.
+
+    A hot prefix spreads by itself: when those that have it are so busy that another would be quicker, it is computed
+    there too. Scores within NOISE of the least are equal, and one is drawn.
+    """
+
+    uses_cache = True
+
+    def __init__(self, rng: random.Random | None = None, settings: PoolSettings | None = None) -> None:
+        self.settings = settings or PoolSettings()
+        self._rng = rng or random.Random(0)
+
+    def arrive(
+        self, request: Request, outputs: int, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Choice:
+        tokens = len(request.prompt_token_ids) + outputs
+        times = Times((*prefill, *decode))
+        scores = [(c.index, prefill_seconds(c, times.of(c), tokens)) for c in prefill]
+        chosen = self._least(scores, EQUAL * tokens * times.mean.new_token)
+        stays = any(c.index == chosen for c in decode)
+        choice = Choice(chosen, bool(decode) and not stays, "least time to first token", scores)
+        if choice.separate and self.settings.conditional:
+            return self._kept(request, outputs, choice, decode, times) or choice
+        return choice
+
+    def handed_over(self, request: Request, outputs: int, source: int, decode: Sequence[Candidate]) -> Choice:
+        tokens = len(request.prompt_token_ids) + outputs
+        times = Times(decode)
+        able, reason = self._able(decode, times, tokens)
+        if not able:
+            scores = [(c.index, fullness(c, tokens)) for c in decode]
+            return Choice(self._least(scores), False, "all are full: the least share of KV held", scores)
+        expected = outputs_ahead(request, outputs, self.settings.horizon)
+        scores = [(c.index, self.decoding_cost(c, times, tokens, expected, c.index == source)) for c in able]
+        return Choice(self._least(scores), False, reason, scores)
+
+    def decoding_cost(self, candidate: Candidate, times: Times, tokens: int, expected: int, there: bool) -> float:
+        """Seconds, of this request and of those that are there. there: it has the KV itself."""
+        cost = decode_seconds(candidate, times.of(candidate), tokens, expected)
+        if self.settings.transfer is None or there:
+            return cost
+        return cost + transfer_seconds(candidate, times.of(candidate), tokens, self.settings.transfer)
+
+    def _kept(
+        self, request: Request, outputs: int, separated: Choice, decode: Sequence[Candidate], times: Times
+    ) -> Choice | None:
+        """That a D prefills it and keeps it, if that is better than to separate it."""
+        tokens = len(request.prompt_token_ids) + outputs
+        slo = self.settings.tpot_slo_s
+        roomy = [c for c in decode if fullness(c, tokens) <= self.settings.high_water]
+        able = [c for c in roomy if mixed_step_seconds(c, times.of(c), tokens) <= slo]
+        if not able:
+            return None
+        expected = outputs_ahead(request, outputs, self.settings.horizon)
+        apart = min(self.decoding_cost(c, times, tokens, expected, False) for c in roomy)
+        apart += min(score for _, score in separated.scores)
+        scores = [
+            (
+                c.index,
+                prefill_seconds(c, times.of(c), tokens) + decode_seconds(c, times.of(c), tokens, expected),
+            )
+            for c in able
+        ]
+        if min(score for _, score in scores) >= apart:
+            return None
+        scores.append((separated.index, apart))
+        return Choice(self._least(scores[:-1]), False, "prefilled where it decodes: quicker than two stages", scores)
+
+    def _able(self, decode: Sequence[Candidate], times: Times, tokens: int) -> tuple[Sequence[Candidate], str]:
+        """Those that pass the guards, and how they are weighed; none if all are full."""
+        roomy = [c for c in decode if fullness(c, tokens) <= self.settings.high_water]
+        quick = [c for c in roomy if step_seconds(c, times.of(c), tokens) <= self.settings.tpot_slo_s]
+        if quick:
+            return quick, "least delay, of it and of those there"
+        return roomy, "least delay, though steps are beyond the SLO everywhere"
+
+    def _least(self, scores: Scores, within: float = 0.0) -> int:
+        return drawn([(score, index) for index, score in scores], self._rng, within)
