@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.config_file import build_with_file
-from kllm.cli.errors import CommandError, UsageError
-from kllm.cli.options import Flags, build, config_flags, flag_name
+from kllm.cli.errors import CommandError
+from kllm.cli.options import Flags, build, config_flags
 from kllm.simulation.config import SimulationConfig
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ def simulate(
 
     Reports latencies, goodput, hit rates, utilisation and cost. The same options and seed give the same decisions."""
     given = build(SimulationConfig, flags) if config is None else build_with_file(SimulationConfig, config, flags)
-    for name in ("prefill", "decode"):
-        if getattr(given, name) is not None:
-            raise UsageError(f"{flag_name(name)}: separate roles do not exist yet; --instances do both")
     for path in (page, decisions):
         if path is not None and not path.absolute().parent.is_dir():
             raise CommandError(f"{path}: the folder does not exist")

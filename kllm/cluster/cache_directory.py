@@ -33,7 +33,7 @@ def prompt_hashes(request: Request, fingerprint: str, block_tokens: int) -> Hash
 
 
 class CacheDirectory:
-    """instances: number of slots."""
+    """instances: number of slots; there may be more later."""
 
     def __init__(self, instances: int) -> None:
         self._instances = instances
@@ -60,12 +60,20 @@ class CacheDirectory:
 
     def joined(self, instance: int, hello: Hello, others: int) -> None:
         """A new incarnation. others: blocks of the instances that are there, this one included."""
+        self.grow(instance + 1)
         self.left(instance)
         wanted = min(LARGEST, 2 * others)
         if wanted > self._capacity:  # a larger table is empty: all are asked again
             self._capacity = wanted
             self._index = PrefixIndex(wanted, self._instances)
             self._sequence = [None] * self._instances
+
+    def grow(self, instances: int) -> None:
+        """There are more slots from now on."""
+        self._instances = max(self._instances, instances)
+        for index in (self._index, *self._expected):
+            index.grow(self._instances)
+        self._sequence += [None] * (self._instances - len(self._sequence))
 
     def left(self, instance: int) -> None:
         self._index.leave(instance)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kllm.cluster.routing import Candidate
+from kllm.cluster.routing import Candidate, Scores
 from kllm.request import Request
 
 FETCH_L2, FETCH_L3 = 0.05, 0.15  # of computing a token: what bringing it up from below costs
@@ -23,14 +23,8 @@ def drawn(scores: Sequence[tuple[float, int]], rng: random.Random, within: float
     return best[0] if len(best) == 1 else best[rng.randrange(len(best))]
 
 
-class CacheAware:
-    """The instance with the least predicted time to first token, in prompt tokens to compute:
-
-        what it has to prefill before + own tokens it lacks + fetching those below its device + its decoding requests
-
-    A hot prefix spreads by itself: when those that have it are so busy that computing it elsewhere is quicker, it is
-    computed elsewhere. The gateway counts at once what it assigns, so that a burst is spread although no report came.
-    """
+class Weighing:
+    """A router that takes the least score; among scores within `margin` of it, one is drawn."""
 
     uses_cache = True
 
@@ -40,27 +34,51 @@ class CacheAware:
     def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
         prompt = len(request.prompt_token_ids)
         scores = [(self.score(prompt, candidate), candidate.index) for candidate in candidates]
-        return drawn(scores, self._rng, NOISE * prompt)
+        return drawn(scores, self._rng, self.margin(prompt))
 
-    @staticmethod
-    def score(prompt: int, candidate: Candidate) -> float:
+    def scores(self, prompt: int, candidates: Sequence[Candidate]) -> Scores:
+        return [(candidate.index, self.score(prompt, candidate)) for candidate in candidates]
+
+    def reason(self, chosen: Candidate) -> str:
+        return "prefix and load" if chosen.l3 else "load"
+
+    def score(self, prompt: int, candidate: Candidate) -> float:
+        """Of a candidate for a prompt of so many tokens; less is better."""
+        raise NotImplementedError
+
+    def margin(self, prompt: int) -> float:
+        """Scores this close to the least are as good."""
+        return 0.0
+
+
+class CacheAware(Weighing):
+    """The instance with the least predicted time to first token, in prompt tokens to compute:
+
+        what it has to prefill before + own tokens it lacks + fetching those below its device + its decoding requests
+
+    A hot prefix spreads by itself: when those that have it are so busy that computing it elsewhere is quicker, it is
+    computed elsewhere. The gateway counts at once what it assigns, so that a burst is spread although no report came.
+    """
+
+    def score(self, prompt: int, candidate: Candidate) -> float:
         fetched = FETCH_L2 * (candidate.l2 - candidate.l1) + FETCH_L3 * (candidate.l3 - candidate.l2)
         return candidate.prefilling + prompt - candidate.l3 + fetched + DECODING * candidate.assigned
 
+    def margin(self, prompt: int) -> float:
+        return NOISE * prompt
 
-class PrefixOnly:
+
+class PrefixOnly(Weighing):
     """The longest match, whatever the load; ties are drawn."""
 
-    uses_cache = True
+    def score(self, prompt: int, candidate: Candidate) -> float:
+        return -float(candidate.l3)
 
-    def __init__(self, rng: random.Random | None = None) -> None:
-        self._rng = rng or random.Random(0)
-
-    def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
-        return drawn([(-float(candidate.l3), candidate.index) for candidate in candidates], self._rng)
+    def reason(self, chosen: Candidate) -> str:
+        return "longest prefix" if chosen.l3 else "no prefix anywhere"
 
 
-class DynamoCost:
+class DynamoCost(Weighing):
     """The published cost of Dynamo's KV router, in blocks:
 
         max(0, (active prefill tokens + ISL) / block - credit) + decode blocks
@@ -69,17 +87,7 @@ class DynamoCost:
     with its default weight of 1 for prefill and temperature 0.
     """
 
-    uses_cache = True
-
-    def __init__(self, rng: random.Random | None = None) -> None:
-        self._rng = rng or random.Random(0)
-
-    def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
-        prompt = len(request.prompt_token_ids)
-        return drawn([(self._cost(prompt, candidate), candidate.index) for candidate in candidates], self._rng)
-
-    @staticmethod
-    def _cost(prompt: int, candidate: Candidate) -> float:
+    def score(self, prompt: int, candidate: Candidate) -> float:
         block = max(1, candidate.block_tokens)
         credit = (candidate.l1 + 0.75 * (candidate.l2 - candidate.l1) + 0.25 * (candidate.l3 - candidate.l2)) / block
         decode_blocks = candidate.load.kv_usage * candidate.num_blocks
@@ -105,3 +113,9 @@ class SGLangCacheAware:
             return best.index
         held = [(c.num_blocks * (c.load.kv_usage + c.load.kv_cached), c.index) for c in candidates]
         return drawn(held, self._rng)
+
+    def reason(self, chosen: Candidate) -> str:
+        return "balance, prefix or room"
+
+    def scores(self, prompt: int, candidates: Sequence[Candidate]) -> Scores:
+        return []

@@ -13,6 +13,7 @@ Only asyncio's primitives and the loop's clock are used here: the same class run
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from kllm.cluster.instance_handle import InstanceFailed
 from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.placement import Place, Placement
 from kllm.cluster.pool_routing import PoolPolicy, GlobalPools
-from kllm.cluster.prefix_index import Hashes
+from kllm.cluster.prefix_index import MOST_INSTANCES, Hashes
 from kllm.cluster.request_stream import End, Gap, HeldKv, RequestStream
 from kllm.cluster.routing import LeastLoaded, Router
 from kllm.cluster.slot import Limits, Slot, SlotEvents, add_counters
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_OUTAGE_S = 5  # Retry-After while no instance is ready
 MAX_LOSSES = 20  # attempts in a row that yield nothing because messages are lost, before a request ends with an error
+LEAVE_TIMEOUT_S = 30.0  # for what runs on an instance to end, before it is taken out
 ROLE_TIMEOUT_S = 30.0  # for what runs on an instance to end, before it is used for something else
 IDS_REMEMBERED = 65_536  # ids of ended requests whose attempts go on where they were if the id is used again
 
@@ -114,8 +116,11 @@ class Gateway:
             over=self._on_over,
             gave_up=self._on_gave_up,
             needed=lambda: bool(self._table) or not self._draining,
+            unfit=self._unfit,
         )
-        self._slots = [Slot(index, launcher, limits, rng, events) for index, launcher in enumerate(launchers)]
+        self._new_slot = functools.partial(Slot, limits=limits, rng=rng, events=events)
+        self._slots = [self._new_slot(index, launcher) for index, launcher in enumerate(launchers)]
+        self._retired = EngineLoad()  # counters of slots that were taken out and filled again
 
     # --- what can be seen ---
 
@@ -128,6 +133,11 @@ class Gateway:
     def healthy(self) -> bool:
         """False once every slot has given up restarting: only a new gateway helps."""
         return not all(slot.gave_up for slot in self._slots)
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Of all instances, by index; those that have been taken out stay until another one takes their place."""
+        return self._slots
 
     @property
     def in_flight(self) -> int:
@@ -161,7 +171,7 @@ class Gateway:
     @property
     def totals(self) -> EngineLoad:
         """The counters of EngineLoad, over all slots and incarnations."""
-        total = EngineLoad()
+        total = self._retired
         for slot in self._slots:
             total = add_counters(total, slot.totals)
         return total
@@ -382,6 +392,42 @@ class Gateway:
     def _on_start_failed(self) -> None:
         if all(slot.error is not None for slot in self._slots):
             self._settled.set()
+
+    def add_instance(self, launcher: InstanceLauncher) -> Slot:
+        """One more instance, from now on. Raises ValueError where there is no room."""
+        index = next((slot.index for slot in self._slots if slot.left), len(self._slots))
+        if index >= MOST_INSTANCES:
+            raise ValueError(f"a gateway has room for {MOST_INSTANCES} instances")
+        slot = self._new_slot(index, launcher)
+        if index < len(self._slots):
+            self._retired = add_counters(self._retired, self._slots[index].totals)
+            self._slots[index] = slot
+        else:
+            self._slots.append(slot)
+        if self._directory is not None:
+            self._directory.grow(len(self._slots))
+        if not self._draining:
+            slot.open()
+        return slot
+
+    async def remove_instance(self, index: int, timeout: float = LEAVE_TIMEOUT_S) -> None:
+        """Take an instance out: it gets nothing new, and `timeout` seconds to end what it has; the rest goes elsewhere.
+        Raises KeyError for one that is not there."""
+        slot = next((slot for slot in self._slots if slot.index == index and not slot.left), None)
+        if slot is None:
+            raise KeyError(index)
+        await slot.leave(timeout)
+
+    def _unfit(self, hello: Hello) -> str | None:
+        """Why an instance cannot serve beside the others."""
+        for other in self._slots:
+            there = other.hello
+            if there is not None and there.vocab_size and hello.vocab_size and there.vocab_size != hello.vocab_size:
+                return (
+                    f"it serves another model ({hello.model}, a vocabulary of {hello.vocab_size} tokens) than instance "
+                    f"{other.index} ({there.model}, {there.vocab_size})"
+                )
+        return None
 
     def _on_ready(self, slot: Slot) -> None:
         hellos = [slot.hello for slot in self._slots if slot.hello is not None]

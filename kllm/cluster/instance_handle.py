@@ -26,6 +26,7 @@ from kllm.messages import (
     EngineLoad,
     Failed,
     Hello,
+    Leaving,
     Ping,
     PrefillDone,
     Release,
@@ -74,6 +75,7 @@ class InstanceHandle:
     ) -> None:
         self.hello: Hello | None = None
         self.load = EngineLoad()
+        self.leaving = False  # it was told to end by somebody else, and finishes what it has
         self.assigned: dict[str, RequestStream] = {}
         self._instance = instance
         self._on_starting = on_starting
@@ -110,7 +112,12 @@ class InstanceHandle:
 
     @property
     def ready(self) -> bool:
-        return self.hello is not None and not self._over.done()
+        return self.hello is not None and not self.leaving and not self._over.done()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last message."""
+        return self._loop.time() - self._last_message
 
     @property
     def quiet(self) -> bool:
@@ -225,6 +232,9 @@ class InstanceHandle:
                 asked = self._clearings.get(message.token)
                 if asked is not None and not asked.done():
                     asked.set_result(message)
+            case Leaving():
+                logger.info("the instance is leaving, with %d requests of ours", len(self.assigned))
+                self.leaving = True
             case Drained():
                 logger.debug("the instance has drained")
             case Failed():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kllm.cluster.cache_directory import CacheDirectory
 from kllm.cluster.pool_routing import Choice, PoolPolicy
 from kllm.cluster.request_stream import RequestStream
-from kllm.cluster.routing import Candidate, Router
+from kllm.cluster.routing import Candidate, Router, Scores
 from kllm.cluster.slot import Slot
 
 Matched = tuple[int, int, int]  # tokens of a prompt that an instance has: l1, l2, l3 of Candidate
@@ -23,13 +23,14 @@ NOTHING: Matched = (0, 0, 0)
 @dataclass(frozen=True, slots=True)
 class Place:
     """matched: what the instance has of the prompt. prefill_only: the request goes on elsewhere after its prefill.
-    reason, scores (by index of the slot, least is best): why this one, as far as whoever chose says so."""
+    reason, scores (by index of the slot, least is best), candidates: why this one, as far as whoever chose says so."""
 
     slot: Slot
     matched: Matched
     prefill_only: bool = False
     reason: str = ""
-    scores: list[tuple[int, float]] = field(default_factory=list)
+    scores: Scores = field(default_factory=list)
+    candidates: Sequence[Candidate] = ()
 
 
 class Placement:
@@ -59,8 +60,11 @@ class Placement:
             return Place(slots[0], matched(slots[0].index), reason="only one")
         if separated:
             return self._in_pools(stream, slots, matched)
-        chosen = self._router.choose(stream.request, _candidates(slots, matched))
-        return Place(_by_index(slots, chosen), matched(chosen))
+        candidates, router = _candidates(slots, matched), self._router
+        chosen = router.choose(stream.request, candidates)
+        reason = router.reason(next(candidate for candidate in candidates if candidate.index == chosen))
+        scores = router.scores(len(stream.request.prompt_token_ids), candidates)
+        return Place(_by_index(slots, chosen), matched(chosen), reason=reason, scores=scores, candidates=candidates)
 
     def _in_pools(self, stream: RequestStream, slots: Sequence[Slot], matched: Callable[[int], Matched]) -> Place:
         prefill = [slot for slot in slots if slot.role != "decode"]

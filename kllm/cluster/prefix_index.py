@@ -2,11 +2,12 @@
 
 A hash table in flat arrays: buckets of 8 places, each with 64 bits of a block's hash, a mask of the instances whose
 device has it, a mask of those whose host memory has it, and whether the shared store has it: 25 bytes a place, however
-many instances hold the block. A question about a whole prompt is a few array operations.
+many instances hold the block, and 16 more for each further 64 instances. A question about a whole prompt is a few array
+operations.
 
-    key     uint64 [buckets, 8]     0: free
-    device  uint64 [buckets, 8]     bit i: instance i
-    host    uint64 [buckets, 8]
+    key     uint64 [buckets, 8]           0: free
+    device  uint64 [groups][buckets, 8]   bit i of group g: instance 64 g + i
+    host    uint64 [groups][buckets, 8]
     store   bool   [buckets, 8]
 
 The size is fixed: what does not fit is not known, which costs a hit at most, and is counted. 64 bits are enough here: a
@@ -22,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 WAYS = 8
-MOST_INSTANCES = 64
+GROUP = 64  # instances whose bits share a word
+MOST_INSTANCES = 256
 FULL = 0.8  # of all places: beyond this, new blocks wait for others to go
 SPILL = 8  # buckets in a row that a key may be in
 
@@ -52,24 +54,34 @@ def short_hashes(hashes: list[bytes]) -> Hashes:
 
 
 class PrefixIndex:
-    """blocks: most that are known at once. instances: numbered from 0; at most 64."""
+    """blocks: most that are known at once. instances: numbered from 0; at most 256."""
 
     def __init__(self, blocks: int, instances: int) -> None:
         if not 1 <= instances <= MOST_INSTANCES:
             raise ValueError(f"an index is for 1 to {MOST_INSTANCES} instances, not {instances}")
-        self._instances = instances
+        self._instances = 0
         self._buckets = max(SPILL, math.ceil(blocks / (WAYS * FULL)))
         self._key = np.zeros((self._buckets, WAYS), np.uint64)
-        self._device = np.zeros((self._buckets, WAYS), np.uint64)
-        self._host = np.zeros((self._buckets, WAYS), np.uint64)
+        self._device: list[npt.NDArray[np.uint64]] = []
+        self._host: list[npt.NDArray[np.uint64]] = []
         self._store = np.zeros((self._buckets, WAYS), np.bool_)
         self.num_blocks = 0
         self.num_refused = 0  # blocks that did not fit
+        self.grow(instances)
+
+    def grow(self, instances: int) -> None:
+        """There are more instances from now on. Raises ValueError for too many."""
+        if instances > MOST_INSTANCES:
+            raise ValueError(f"an index is for at most {MOST_INSTANCES} instances, not {instances}")
+        self._instances = max(self._instances, instances)
+        while len(self._device) * GROUP < instances:
+            self._device.append(np.zeros((self._buckets, WAYS), np.uint64))
+            self._host.append(np.zeros((self._buckets, WAYS), np.uint64))
 
     @property
     def bytes_used(self) -> int:
         """Of all arrays."""
-        return self._key.nbytes + self._device.nbytes + self._host.nbytes + self._store.nbytes
+        return sum(array.nbytes for array in (self._key, *self._device, *self._host, self._store))
 
     # -- what instances say ----------------------------------------------------------------------------------
 
@@ -81,8 +93,8 @@ class PrefixIndex:
         if tier is Tier.STORE:
             self._store.reshape(-1)[places] = True
         else:
-            mask = self._mask(tier)
-            mask[places] |= np.uint64(1 << instance)
+            mask = self._mask(instance, tier)
+            mask[places] |= _bit(instance)
 
     def removed(self, instance: int, hashes: Hashes, tier: Tier) -> None:
         places = self._find(hashes)
@@ -90,8 +102,8 @@ class PrefixIndex:
         if tier is Tier.STORE:
             self._store.reshape(-1)[places] = False
         else:
-            mask = self._mask(tier)
-            mask[places] &= ~np.uint64(1 << instance)
+            mask = self._mask(instance, tier)
+            mask[places] &= ~_bit(instance)
         self._free(np.unique(places))
 
     def clear(self, instance: int, tier: Tier) -> None:
@@ -99,19 +111,20 @@ class PrefixIndex:
         if tier is Tier.STORE:
             self._store[:] = False
         else:
-            mask = self._mask(tier)
-            mask &= ~np.uint64(1 << instance)
+            mask = self._mask(instance, tier)
+            mask &= ~_bit(instance)
         self._free(np.flatnonzero(self._key))
 
     def leave(self, instance: int) -> None:
         """Nothing is known of this instance any more (it left, or what it says has a gap)."""
-        keep = ~np.uint64(1 << instance)
-        self._device &= keep
-        self._host &= keep
+        for tier in (Tier.DEVICE, Tier.HOST):
+            mask = self._mask(instance, tier)
+            mask &= ~_bit(instance)
         self._free(np.flatnonzero(self._key))
 
-    def _mask(self, tier: Tier) -> npt.NDArray[np.uint64]:
-        return (self._device if tier is Tier.DEVICE else self._host).reshape(-1)
+    def _mask(self, instance: int, tier: Tier) -> npt.NDArray[np.uint64]:
+        """Of the instance's group."""
+        return (self._device if tier is Tier.DEVICE else self._host)[instance // GROUP].reshape(-1)
 
     # -- places ----------------------------------------------------------------------------------------------
 
@@ -161,8 +174,10 @@ class PrefixIndex:
 
     def _free(self, places: npt.NDArray[np.int64]) -> None:
         """Give up those of these places (each once) that nobody holds."""
-        device, host, store = self._device.reshape(-1), self._host.reshape(-1), self._store.reshape(-1)
-        gone = places[(device[places] == 0) & (host[places] == 0) & ~store[places]]
+        kept = self._store.reshape(-1)[places]
+        for mask in (*self._device, *self._host):
+            kept = kept | (mask.reshape(-1)[places] != 0)
+        gone = places[~kept]
         self._key.reshape(-1)[gone] = 0
         self.num_blocks -= len(gone)
 
@@ -171,7 +186,7 @@ class PrefixIndex:
         if tier is Tier.STORE:
             held = self._store.reshape(-1)
         else:
-            held = (self._mask(tier) & np.uint64(1 << instance)) != 0
+            held = (self._mask(instance, tier) & _bit(instance)) != 0
         hashes: Hashes = self._key.reshape(-1)[held]
         return hashes
 
@@ -180,10 +195,15 @@ class PrefixIndex:
     def matches(self, hashes: Hashes) -> Matches:
         """hashes: of a prompt's blocks, in order."""
         places = self._find_leading(hashes)
-        device = self._device.reshape(-1)[places]
-        local = device | self._host.reshape(-1)[places]
-        everywhere = np.where(self._store.reshape(-1)[places], np.uint64((1 << MOST_INSTANCES) - 1), local)
-        return Matches(*(self._leading(masks) for masks in (device, local, everywhere)))
+        stored = self._store.reshape(-1)[places]
+        l1, l2, l3 = [], [], []
+        for device_masks, host_masks in zip(self._device, self._host, strict=True):
+            device = device_masks.reshape(-1)[places]
+            local = device | host_masks.reshape(-1)[places]
+            l1.append(_leading(device))
+            l2.append(_leading(local))
+            l3.append(_leading(np.where(stored, ~np.uint64(0), local)))
+        return Matches(*(np.concatenate(parts)[: self._instances] for parts in (l1, l2, l3)))
 
     def _find_leading(self, hashes: Hashes) -> npt.NDArray[np.int64]:
         """Places up to the first hash that is not known, in windows that grow: most prompts end early."""
@@ -199,18 +219,23 @@ class PrefixIndex:
             start, window = start + window, 4 * window
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def _leading(self, masks: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Per instance, how many of the first masks have its bit."""
-        if not len(masks):
-            return np.zeros(self._instances, np.int64)
-        held = np.bitwise_and.accumulate(masks)
-        # A bit that has gone never comes back, so where it goes is found by bisection: from the end of `held`, sorted.
-        bits = np.uint64(1) << np.arange(self._instances, dtype=np.uint64)
-        low, high = np.zeros(self._instances, np.int64), np.full(self._instances, len(held), np.int64)
-        while (low < high).any():
-            middle = (low + high) // 2
-            here = (held[np.minimum(middle, len(held) - 1)] & bits) != 0
-            open_ = low < high
-            low = np.where(open_ & here, middle + 1, low)
-            high = np.where(open_ & ~here, middle, high)
-        return low
+
+def _bit(instance: int) -> np.uint64:
+    return np.uint64(1 << instance % GROUP)
+
+
+def _leading(masks: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Per instance of a group, how many of the first masks have its bit."""
+    if not len(masks):
+        return np.zeros(GROUP, np.int64)
+    held = np.bitwise_and.accumulate(masks)
+    # A bit that has gone never comes back, so where it goes is found by bisection: from the end of `held`, sorted.
+    bits = np.uint64(1) << np.arange(GROUP, dtype=np.uint64)
+    low, high = np.zeros(GROUP, np.int64), np.full(GROUP, len(held), np.int64)
+    while (low < high).any():
+        middle = (low + high) // 2
+        here = (held[np.minimum(middle, len(held) - 1)] & bits) != 0
+        open_ = low < high
+        low = np.where(open_ & here, middle + 1, low)
+        high = np.where(open_ & ~here, middle, high)
+    return low

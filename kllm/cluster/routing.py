@@ -43,6 +43,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     l3: int = 0
 
 
+Scores = list[tuple[int, float]]
+
+
 class Router(Protocol):
     """uses_cache: it wants to know what each candidate has of the prompt."""
 
@@ -50,6 +53,14 @@ class Router(Protocol):
 
     def choose(self, request: Request, candidates: Sequence[Candidate]) -> int:
         """The index of one of the candidates, of which there is at least one, in ascending order of index."""
+        ...
+
+    def reason(self, chosen: Candidate) -> str:
+        """Why it was chosen: a few words out of a small set, by which decisions are counted."""
+        ...
+
+    def scores(self, prompt: int, candidates: Sequence[Candidate]) -> Scores:
+        """(index, score) of each candidate for a prompt of so many tokens, the least is best; none if none are made."""
         ...
 
 
@@ -66,6 +77,12 @@ class RoundRobin:
         self._last = next(following, candidates[0].index)
         return self._last
 
+    def reason(self, chosen: Candidate) -> str:
+        return "in turn"
+
+    def scores(self, prompt: int, candidates: Sequence[Candidate]) -> Scores:
+        return []
+
 
 class LeastLoaded:
     """The candidate with the fewest requests assigned; ties are drawn, so that no instance is everybody's first."""
@@ -79,3 +96,9 @@ class LeastLoaded:
         fewest = min(candidate.assigned for candidate in candidates)
         least = [candidate.index for candidate in candidates if candidate.assigned == fewest]
         return least[0] if len(least) == 1 else least[self._rng.randrange(len(least))]
+
+    def reason(self, chosen: Candidate) -> str:
+        return "least loaded"
+
+    def scores(self, prompt: int, candidates: Sequence[Candidate]) -> Scores:
+        return [(candidate.index, float(candidate.assigned)) for candidate in candidates]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kllm.cluster.cache_directory import CacheReport
 from kllm.cluster.instance_handle import InstanceFailed, InstanceHandle
-from kllm.cluster.launchers.launcher import InstanceLauncher, LaunchError
+from kllm.cluster.launchers.launcher import InstanceLauncher, LaunchError, VisitingLauncher
 from kllm.cluster.request_stream import RequestStream
 from kllm.cluster.routing import Candidate
 from kllm.messages import CacheCleared, EngineLoad, Hello, PrefillDone, Role, Starting
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
+LONGEST_REVISIT_S = 5.0  # of instances started elsewhere: to look whether one is there costs nothing
 ROLE_ANSWER_S = 5.0  # several reports long
 DEATHS_BLAMED_ON_REQUESTS = 3  # in a row without any request getting on; after that the slot itself is to blame
 
@@ -46,7 +47,7 @@ class SlotEvents:
     tries again when `settled` is set. delta: output of an instance. astray: messages about this request were lost.
     cache: what an instance says about its cache. prefilled: a request has done its part there.
     over: an instance died with these requests; True if one of them is known to be the killer. gave_up: the slot stays
-    empty. needed: whether a new instance is wanted after a death.
+    empty. needed: whether a new instance is wanted after a death. unfit: why this instance cannot be one of them.
     """
 
     starting: Callable[[int, Starting], None]
@@ -60,12 +61,14 @@ class SlotEvents:
     over: Callable[[Slot, Sequence[RequestStream], str], bool]
     gave_up: Callable[[Slot, str], None]
     needed: Callable[[], bool]
+    unfit: Callable[[Hello], str | None]
 
 
 class Slot:
     """failures: in a row, starts that fail and deaths that no request is to blame for.
     fruitful: a request has got on at the present incarnation.
-    resting: it gets nothing new while there are others.
+    resting: it gets nothing new while there are others. left: it has been taken out, for good.
+    address: where its instances are; None where they are started here. trouble: why there is none now.
     error: why the first start failed, or why the slot gave up. totals are over all incarnations.
     """
 
@@ -77,6 +80,9 @@ class Slot:
         self.fruitful = False
         self.restarts = 0
         self.resting = False
+        self.left = False
+        self.address = launcher.address if isinstance(launcher, VisitingLauncher) else None
+        self.trouble: str | None = None
         self.error: str | None = None
         self.gave_up = False
         self._launcher = launcher
@@ -94,7 +100,7 @@ class Slot:
 
     @property
     def ready(self) -> bool:
-        return self._handle is not None and self._handle.ready
+        return self._handle is not None and self._handle.ready and not self.left
 
     @property
     def role(self) -> Role:
@@ -114,6 +120,24 @@ class Slot:
     def incarnation(self) -> str:
         """Of the instance that is there; "" if none is."""
         return "" if self.hello is None else self.hello.incarnation
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since its instance said something; None while there is none."""
+        return None if self._handle is None else self._handle.silent_s
+
+    @property
+    def state(self) -> str:
+        """For the operator."""
+        if self.left:
+            return "left"
+        if self.gave_up:
+            return "given up"
+        if self._handle is None:
+            return "absent" if self.address is not None else "starting"
+        if self._handle.leaving:
+            return "leaving"
+        return "resting" if self.resting else "quiet" if self.quiet else "ready"
 
     @property
     def quiet(self) -> bool:
@@ -221,10 +245,29 @@ class Slot:
         """Launch the first instance, and keep the slot filled from now on."""
         self._life = asyncio.create_task(self._live())
 
+    async def leave(self, timeout: float) -> None:
+        """Take its instance out: it gets nothing new, and `timeout` seconds to end what it has; what is left then goes
+        elsewhere. One that was started here ends, others go on without us."""
+        self.left = True
+        handle = self._handle
+        if handle is not None:
+            await handle.until(lambda: not handle.assigned, timeout)
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+        if self._handle is not None:
+            await self.drain()
+            last = self._end_incarnation()
+            self._events.over(self, list(last.assigned.values()), "the instance was taken out")
+            await last.stop(self._limits.stop_grace)
+
     async def drain(self) -> None:
-        """Let the instance end by itself, if it does so in time. Nothing is assigned to it any more."""
+        """Let the instance end by itself, if it does so in time; one that was started elsewhere learns that we go.
+        Nothing is assigned to it any more."""
         if self._handle is not None:
             self._handle.drain()
+            if self.address is not None:
+                return
             await self._handle.ended(self._limits.stop_grace)
 
     async def close(self) -> None:
@@ -242,10 +285,10 @@ class Slot:
                 reason = await self._incarnation()
                 if reason is None:
                     return
-                if self.failures > self._limits.max_restarts:
+                if self.address is None and self.failures > self._limits.max_restarts:
                     break
                 await asyncio.sleep(self._backoff())
-                self.restarts += 1
+                self.restarts += self.address is None
         except Exception as error:
             logger.exception("the supervision of instance %d failed", self.index)
             reason = f"internal error: {error!r}"
@@ -256,16 +299,21 @@ class Slot:
         try:
             handle = await self._launch()
         except InstanceFailed as error:
+            self.failures += 1
+            if self.address is not None:
+                if self.trouble != str(error):
+                    self.trouble = str(error)
+                    logger.warning("instance %d is not there: %s", self.index, error)
+                return self.trouble
             # Where all first starts fail, whoever waits for the gateway's start says so.
             level = logging.ERROR if self._started else logging.INFO
             logger.log(level, "instance %d could not be started: %s", self.index, error)
-            self.failures += 1
             if not self._started:
                 self._started, self.error = True, str(error)
                 self._events.start_failed()
                 await self._events.settled.wait()
             return str(error)
-        self._started, self.fruitful = True, False
+        self._started, self.fruitful, self.trouble = True, False, None
         self._handle = handle
         if self._wanted_role is not None:
             handle.set_role(*self._wanted_role)
@@ -299,7 +347,9 @@ class Slot:
             silence_limit=self._limits.silence_limit,
         )
         try:
-            await handle.started(self._limits.start_timeout)
+            unfit = self._events.unfit(await handle.started(self._limits.start_timeout))
+            if unfit is not None:
+                raise InstanceFailed(unfit)
         except BaseException:
             await handle.stop(self._limits.stop_grace)
             raise
@@ -315,7 +365,8 @@ class Slot:
         """Seconds before the next start: none after a death during work, then doubling, with jitter."""
         if self.failures == 0:
             return 0.0
-        longest = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (self.failures - 1))
+        most = LONGEST_BACKOFF_S if self.address is None else LONGEST_REVISIT_S
+        longest = min(most, FIRST_BACKOFF_S * 2.0 ** min(self.failures - 1, 10))
         return longest * self._rng.uniform(0.5, 1.0)
 
     async def _give_up(self, reason: str) -> None:

@@ -90,7 +90,7 @@ class SimulationConfig(WorkloadConfig):
     transfer_memory: Bytes = Field(
         256 * 2**30,
         ge=2**20,
-        description="Host memory of an instance for KV that is handed over or taken, with --prefill; l2_memory if given.",
+        description="Host memory of an instance for KV that is handed over or taken (--prefill), without l2_memory.",
     )
     transfer_gb_s: float = Field(
         20.0, gt=0, description="GB/s at which an instance takes KV from another, all its transfers together."
@@ -128,18 +128,23 @@ class SimulationConfig(WorkloadConfig):
         """There is a cache below the instances' own."""
         return self.l2_memory > 0 or self.l3 is not None
 
+    @property
+    def separated(self) -> bool:
+        """Instances have roles."""
+        return self.prefill > 0
+
+    @property
+    def roles(self) -> list[Role]:
+        """Of the instances, in order."""
+        if not self.separated:
+            return ["both"] * self.instances
+        return ["prefill"] * self.prefill + ["decode"] * self.decode
+
     @model_validator(mode="after")
     def _tiers_cache_prefixes(self) -> SimulationConfig:
         if self.lower_tiers and not self.enable_prefix_caching:
             raise ValueError("l2_memory and l3 keep cached prefixes, so they need enable_prefix_caching")
         return self
-
-    @property
-    def roles(self) -> list[Role]:
-        """Of the instances, in order."""
-        if not self.prefill:
-            return ["both"] * self.instances
-        return ["prefill"] * self.prefill + ["decode"] * self.decode
 
     @model_validator(mode="after")
     def _pools_are_whole(self) -> SimulationConfig:

@@ -46,7 +46,7 @@ def make_load(config: SimulationConfig, kv_tokens: int, saturation_of: Callable[
     kept_tokens = kv_tokens if config.enable_prefix_caching else 0
 
     def saturation_with(samples: Sequence[Sample]) -> float:
-        return saturation_of(mean_request(samples, config.instances, kept_tokens))
+        return saturation_of(mean_request(samples, config.prefill or config.instances, kept_tokens))
 
     if config.trace not in SYNTHETIC:
         rows = read_trace(config.trace, limit_requests=config.num_prompts, limit_seconds=config.limit_seconds)

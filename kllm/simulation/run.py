@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from kllm.cluster.pool_variants import pool_policy
 from kllm.cluster.routers import ROUTERS
 from kllm.config import EngineConfig
 from kllm.costs.capacity import Capacity, Deployment, best_layout, kv_capacity, smallest_gpus
@@ -27,7 +29,7 @@ from kllm.simulation.fleet import FleetSpec, Progress, run_fleet
 from kllm.simulation.launcher import InstanceSpec, TierSpeeds
 from kllm.simulation.load import make_load
 from kllm.simulation.results import FleetResult
-from kllm.simulation.saturation import InstanceLimits, saturation_rate
+from kllm.simulation.saturation import InstanceLimits, MeanRequest, pools_saturation_rate, saturation_rate
 from kllm.workload.sample import Sample, TokenSource, fitting
 
 START_PHASES = (("place", 0.02), ("process", 0.08), ("weights", 0.6), ("compile", 0.2), ("register memory", 0.1))
@@ -49,6 +51,7 @@ ENGINE_KNOBS = (
     "l3",
     "l3_capacity",
     "l3_min_reuse",
+    "transfer_memory",
     "fetch",
     "fetch_base_s",
     "fetch_per_kilotoken_s",
@@ -88,13 +91,8 @@ def simulate(
     """Run it. extra: sent besides what the config says, each at its own time; they come last in the outcomes.
 
     Raises TraceError, LoadError, CostError, FaultError or SimulationError for what cannot be done."""
-    if config.prefill is not None or config.decode is not None:
-        raise SimulationError("separate prefill and decode instances do not exist yet: use instances")
     costs = _costs(config)
-    limits = InstanceLimits(costs.kv_tokens, config.max_num_batched_tokens, config.max_num_seqs, costs.top_k)
-    load = make_load(
-        config, costs.kv_tokens, lambda mean: config.instances * saturation_rate(mean, limits, costs.model)
-    )
+    load = make_load(config, costs.kv_tokens, lambda mean: _saturation(config, costs, mean))
     kept = fitting([*load.samples, *extra], costs.max_model_len)
     if not kept:
         raise SimulationError(f"no request fits the {costs.max_model_len} tokens of an instance; a scale may help")
@@ -102,15 +100,34 @@ def simulate(
     result = run_fleet(
         spec, kept, TokenSource(config.seed, costs.vocab_size), decisions=decisions, on_progress=on_progress
     )
-    result.gpus = config.instances * costs.gpus
+    result.gpus = len(config.roles) * costs.gpus
     result.cost_per_gpu_hour = costs.dollars_per_hour / costs.gpus
     result.trace_load, result.load = load.native, load.load
-    result.settings = {"trace": config.trace, "instances": config.instances, **costs.settings, "seed": config.seed}
-    result.settings |= {"saturation_rps": round(load.saturation_rps, 4), "routing": config.routing}
+    result.settings = {"trace": config.trace, **_fleet_settings(config), **costs.settings, "seed": config.seed}
+    result.settings["saturation_rps"] = round(load.saturation_rps, 4)
     result.notes = [*costs.notes, *load.notes]
     if left_out := len(load.samples) + len(extra) - len(kept):
         result.notes.append(f"{left_out} requests are left out: they exceed {costs.max_model_len} tokens")
     return result
+
+
+def saturation_rps(config: SimulationConfig) -> float:
+    """Requests a second of this config's load that saturate its fleet. Raises what simulate() raises."""
+    costs = _costs(config)
+    return make_load(config, costs.kv_tokens, lambda mean: _saturation(config, costs, mean)).saturation_rps
+
+
+def _saturation(config: SimulationConfig, costs: _Costs, mean: MeanRequest) -> float:
+    limits = InstanceLimits(costs.kv_tokens, config.max_num_batched_tokens, config.max_num_seqs, costs.top_k)
+    if config.separated:
+        return pools_saturation_rate(mean, config.prefill, config.decode, limits, costs.model)
+    return config.instances * saturation_rate(mean, limits, costs.model)
+
+
+def _fleet_settings(config: SimulationConfig) -> dict[str, object]:
+    if config.separated:
+        return {"prefill": config.prefill, "decode": config.decode, "pools": config.pools}
+    return {"instances": config.instances, "routing": config.routing}
 
 
 # -- the instance --------------------------------------------------------------------------------------------
@@ -211,7 +228,9 @@ def _tier_speeds(config: SimulationConfig, costs: _Costs, engine: EngineConfig, 
 
 def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sample]) -> FleetSpec:
     knobs = {name: getattr(config, name) for name in ENGINE_KNOBS}
-    reports = ROUTERS[config.routing](random.Random(0)).uses_cache
+    reports = config.separated or ROUTERS[config.routing](random.Random(0)).uses_cache
+    if config.separated:
+        knobs["kv_transfer"] = "shm"
     engine = EngineConfig.model_validate({"model": config.model, "report_cache": reports, **knobs})
     instance = InstanceSpec(
         engine=engine,
@@ -225,11 +244,13 @@ def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sampl
     )
     horizon = max(sample.arrival_s for sample in samples)
     return FleetSpec(
-        instances=config.instances,
+        instances=len(config.roles),
         instance=instance,
         times=costs.source,
         seed=config.seed,
         router=ROUTERS[config.routing],
+        roles=config.roles if config.separated else (),
+        pools=partial(pool_policy, config.pools, config.prefill, config.decode) if config.separated else None,
         faults=_faults(config, horizon),
         gateway={"max_queue": config.max_queue, "silence_limit": config.silence_s},
         sample_every_s=config.sample_every_s or max(1.0, horizon / TIMELINE_POINTS),
@@ -237,7 +258,7 @@ def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sampl
 
 
 def _faults(config: SimulationConfig, horizon_s: float) -> FaultSchedule:
-    text, instances, store = config.faults, config.instances, config.l3 is not None
+    text, instances, store = config.faults, len(config.roles), config.l3 is not None
     if text is None:
         return FaultSchedule()
     if not text.startswith("random:"):

@@ -49,6 +49,16 @@ def saturation_rate(request: MeanRequest, limits: InstanceLimits, times: StepTim
     return low
 
 
+def pools_saturation_rate(
+    request: MeanRequest, prefill: int, decode: int, limits: InstanceLimits, times: StepTimeModel
+) -> float:
+    """Requests a second that so many P's and D's can serve: what the side that has too little of it can. A P computes
+    prompts and one token of each; a D has the prompts' KV brought to it."""
+    prefilled = saturation_rate(MeanRequest(request.input, request.cached, 1.0), limits, times)
+    decoded = saturation_rate(MeanRequest(request.input, request.input, request.output), limits, times)
+    return min(prefill * prefilled, decode * decoded)
+
+
 def _steady(rate: float, request: MeanRequest, limits: InstanceLimits, times: StepTimeModel) -> bool:
     context = request.input + request.output / 2
     uncached = request.input - request.cached

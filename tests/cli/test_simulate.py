@@ -181,8 +181,9 @@ def test_a_file_may_need_a_flag(simulate, trace, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--prefill", "2", "--decode", "2"], 2, "--prefill: separate roles do not exist yet"),
-        (["--decode", "2"], 2, "--decode: separate roles do not exist yet"),
+        (["--instances", "4", "--prefill", "2", "--decode", "2"], 2, "give either instances, or prefill and decode"),
+        (["--decode", "2"], 2, "prefill and decode go together"),
+        (["--pools", "nearest"], 2, "'nearest' is not one of global"),
         (["--instances", "0"], 2, "--instances: input should be greater than or equal to 1"),
         (["--page", "/nonexistent/page.html"], 1, "/nonexistent/page.html: the folder does not exist"),
         (["--decisions", "/nonexistent/log"], 1, "/nonexistent/log: the folder does not exist"),

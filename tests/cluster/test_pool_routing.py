@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.scripted_instance import make_request
 
 from kllm.cluster.pool_routing import GlobalPools, PoolPolicy, PoolSettings
-from kllm.cluster.pool_variants import POOL_POLICIES, FixedGroups, GroupsInTurn, even_groups
+from kllm.cluster.pool_variants import POOL_POLICIES, FixedGroups, GroupsInTurn, even_groups, pool_policy
 from kllm.cluster.routing import Candidate
 from kllm.messages import EngineLoad, StepTimes
 from kllm.request import Request
@@ -218,6 +218,15 @@ def test_what_is_chosen_together_stays_chosen() -> None:
 def test_uneven_groups_are_refused(prefill: int, decode: int, groups: int) -> None:
     with pytest.raises(ValueError, match="equal groups"):
         even_groups(prefill, decode, groups)
+
+
+def test_every_policy_has_a_name() -> None:
+    assert isinstance(pool_policy("global", 2, 2, random.Random(0)), GlobalPools)
+    assert isinstance(pool_policy("groups:2", 2, 4, random.Random(0)), FixedGroups)
+    assert isinstance(pool_policy("groups-in-turn:2", 2, 4, random.Random(0)), GroupsInTurn)
+    for name in ("nearest", "groups", "groups:x", "global:2", "groups:3"):
+        with pytest.raises(ValueError):
+            pool_policy(name, 2, 4, random.Random(0))
 
 
 # -- what holds for all ---------------------------------------------------------------------------------------

@@ -22,7 +22,12 @@ from kllm.messages import (
     EngineLoad,
     Failed,
     Hello,
+    KvSource,
     Ping,
+    PrefillDone,
+    Release,
+    Role,
+    SetRole,
     Starting,
     Submit,
     Up,
@@ -97,6 +102,9 @@ class ScriptedInstance:
         self.submits: list[Submit] = []  # as taken, without repeated and late ones
         self.heard: list[Down] = []
         self.draining = False
+        self.role: Role = hello.role
+        self.term = hello.term
+        self.leases: set[str] = set()
 
     async def main(self) -> None:
         self.link.send(Starting(phase="loading weights", fraction=0.5))
@@ -134,6 +142,8 @@ class ScriptedInstance:
             steps=steps,
             prefix_queries=steps,
             sequence=sequence,
+            role=self.role,
+            term=self.term,
             progress={request_id: (run.submit.attempt, run.done) for request_id, run in self.running.items()},
         )
 
@@ -151,6 +161,10 @@ class ScriptedInstance:
                             self.running.pop(request_id, None)
                 case Drain():
                     self.draining = True
+                case Release(leases=leases):
+                    self.leases -= set(leases)
+                case SetRole(role=role, term=term) if term > self.term:
+                    self.role, self.term = role, term
                 case ClearCache(token=token, store=store) if not self.faults.hung:
                     error = self.faults.store_error if store else None
                     self.link.send(CacheCleared(token=token, complete=not self.running and not error, error=error))
@@ -172,8 +186,21 @@ class ScriptedInstance:
             items += self._advance(run)
         if items:
             self.link.send(Deltas(items=items))
+        self._hand_over()
         if self.faults.rng.random() < self.faults.crash:
             raise Crash
+
+    def _hand_over(self) -> None:
+        """What was only to be prefilled here and has not ended goes on elsewhere."""
+        for request_id, run in list(self.running.items()):
+            if not run.submit.prefill_only:
+                continue
+            del self.running[request_id]
+            lease = f"{self.hello.instance_id}/{request_id}/{run.submit.attempt}"
+            self.leases.add(lease)
+            kv = KvSource(lease=lease, address="shm:test", page_bytes=16, slots=[0], checksums=[0])
+            attempt = run.submit.attempt
+            self.link.send(PrefillDone(request_id=request_id, attempt=attempt, num_outputs=run.done, kv=kv))
 
     def _advance(self, run: Running) -> list[Delta]:
         request, faults = run.submit.request, self.faults
@@ -181,7 +208,7 @@ class ScriptedInstance:
         if first == POISON or (first == LATE_POISON and not run.fresh):
             raise Crash
         tokens, reason = reference(request)
-        end = min(len(tokens), run.done + faults.rng.randint(1, 3))
+        end = min(len(tokens), run.done + (1 if run.submit.prefill_only else faults.rng.randint(1, 3)))
         start = run.done
         if faults.rng.random() < faults.repeat:
             start = faults.rng.randint(0, run.done)

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable
 
+from support.memory_transfer import MemoryNetwork
 from support.page_memory import DictStore, MemoryMover, contents
 
 from kllm.cache.events import CacheEvent
@@ -15,6 +16,7 @@ from kllm.cache.tiers.lookup import Brought
 from kllm.cache.tiers.settings import TierSettings
 from kllm.cache.tiers.store_link import StoreLink
 from kllm.cache.tiers.tiered_cache import TieredCache
+from kllm.messages import KvSource
 from kllm.simulation.workers import SimulatedWorkers
 
 BLOCK_TOKENS = 4
@@ -37,6 +39,7 @@ class TieredRequests:
         settings: TierSettings | None = None,
         delay: Callable[[], float] = lambda: 0.0,
         eviction: EvictionName = "lru",
+        network: MemoryNetwork | None = None,
     ) -> None:
         self.events: list[CacheEvent] = []
         self.kv = KVManager(
@@ -45,6 +48,7 @@ class TieredRequests:
         self.mover = MemoryMover(num_blocks, num_slots, delay)
         clock = asyncio.get_running_loop().time
         self.link = StoreLink(store, FINGERPRINT, clock) if store is not None else None
+        self.transfer = network.join(self.mover) if network is not None else None
         self.tiers = TieredCache(
             self.kv,
             num_slots,
@@ -54,13 +58,14 @@ class TieredRequests:
             SimulatedWorkers(),
             clock,
             self.events.append,
+            self.transfer,
         )
         self.tiers.start()
 
-    async def look_up(self, tokens: array[int], salt: str = "") -> Brought | None:
+    async def look_up(self, tokens: array[int], salt: str = "", source: KvSource | None = None) -> Brought | None:
         """None: there was nothing to look for."""
         found: asyncio.Future[Brought] = asyncio.get_running_loop().create_future()
-        task = self.tiers.look_up(tokens, salt, "", found.set_result)
+        task = self.tiers.look_up(tokens, salt, "", found.set_result, source)
         return None if task is None else await found
 
     def use(self, tokens: array[int], salt: str = "") -> int | None:
@@ -81,10 +86,16 @@ class TieredRequests:
         kv.close(holding)
         return matched
 
-    async def request(self, tokens: array[int], salt: str = "") -> int | None:
+    async def request(self, tokens: array[int], salt: str = "", source: KvSource | None = None) -> int | None:
         """Both, one after the other."""
-        await self.look_up(tokens, salt)
+        await self.look_up(tokens, salt, source)
         return self.use(tokens, salt)
+
+    async def export(
+        self, tokens: array[int], lease: str = "lease", salt: str = "", lease_s: float = 60.0
+    ) -> KvSource | None:
+        """What an instance does that has prefilled them: all but the last token have KV."""
+        return await self.tiers.export(tokens[:-1], salt, "", lease, lease_s)
 
     async def settle(self) -> None:
         """Until everything has gone down that was to go."""

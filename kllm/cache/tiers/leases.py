@@ -41,7 +41,7 @@ class Leases:
         self._leases[name] = _Lease(until)
 
     def make_room(self, name: str, hashes: Sequence[bytes]) -> None:
-        """Revoke the oldest leases, but not this one, until these blocks can have slots and be pinned, or none is left."""
+        """Revoke the oldest leases, but not this one, until these blocks can have slots and be pinned."""
         pool, pins = self._pool, self._pins
         absent = sum(block_hash not in pool for block_hash in hashes)
         held = [pool.get(block_hash) for block_hash in hashes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from kllm.messages import Down, Up
@@ -32,3 +33,16 @@ class InstanceLauncher(Protocol):
     async def launch(self) -> Instance:
         """Returns as soon as the instance is on its way; Starting and Hello come over its link. Raises LaunchError."""
         ...
+
+
+class VisitingLauncher(ABC):
+    """Base of launchers that start nothing: their instances were started elsewhere and are only visited. One that is
+    not there is waited for, for ever, and one that this gateway does not need any more goes on.
+
+    address: where it is, for the operator."""
+
+    address: str
+
+    @abstractmethod
+    async def launch(self) -> Instance:
+        """As InstanceLauncher's."""
