@@ -216,6 +216,7 @@ class EngineConfig(Config):
         return min(self.prefill_chunk or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
 
+Role = Literal["both", "prefill", "decode"]
 RoutingName = Literal["cache-aware", "least-loaded", "round-robin", "prefix-only", "dynamo", "sglang"]
 
 
@@ -247,6 +248,12 @@ class ServerConfig(Config):
     served_model_name: list[str] = Field([], description="Names the model answers to; the first is reported.")
     chat_template: str | None = Field(None, description="File with a Jinja chat template, instead of the model's.")
     max_queue: int = Field(1024, ge=1, description="Most requests accepted at once; more get 429 with Retry-After.")
+    slo_ttft_s: float = Field(
+        2.0, gt=0, description="Seconds to the first token that nine in ten requests should stay within (SLO Load)."
+    )
+    slo_tpot_s: float = Field(
+        0.1, gt=0, description="The same for the time per token after the first. See /debug/slo and docs/slo-load.md."
+    )
     max_body_bytes: Bytes = Field(32 * 2**20, ge=1024, description="Largest request body, such as 32MiB.")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     start_timeout: float = Field(
@@ -267,11 +274,11 @@ class ServerConfig(Config):
         return self
 
     @property
-    def roles(self) -> list[Literal["both", "prefill", "decode"]]:
+    def roles(self) -> list[Role]:
         """Of the instances, in order."""
         if not self.prefill:
-            return ["both"] * self.instances
-        return ["prefill"] * self.prefill + ["decode"] * self.decode
+            return ["both" for _ in range(self.instances)]
+        return [*("prefill" for _ in range(self.prefill)), *("decode" for _ in range(self.decode))]
 
 
 class ListenConfig(Config):

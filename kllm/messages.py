@@ -1,6 +1,7 @@
 """What a gateway and an instance say to each other. Versioned; encoded as msgpack, never pickle.
 
-Down (gateway to instance): Submit, Abort, Release, SetRole, Drain, Ping, ClearCache, WatchCache.
+Down (gateway to instance): Submit, Abort, Release, SetRole, SetGrade, Drain, Ping, ClearCache,
+WatchCache.
 Up (instance to gateway): Starting, Hello, Deltas, PrefillDone, EngineLoad, CacheDelta, CacheDump, CacheCleared,
 Leaving, Drained, Failed.
 Messages carry durations and ages, never timestamps: every node has its own clock.
@@ -78,6 +79,13 @@ class SetRole(Message, frozen=True, kw_only=True, omit_defaults=True, tag="set-r
 
     role: Role
     term: int
+
+
+class SetGrade(Message, frozen=True, kw_only=True, omit_defaults=True, tag="set-grade"):
+    """How short of capacity the fleet is (kllm.cluster.degradation): what the instance is to give up, from 0, nothing,
+    to 3. Reported in every EngineLoad."""
+
+    grade: int
 
 
 class Drain(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drain"):
@@ -204,6 +212,7 @@ class EngineLoad(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     step_times: StepTimes | None = None
     role: Role = "both"
     term: int = 0
+    grade: int = 0
     sequence: int = 0
     cache_sequence: int = 0
     progress: dict[str, tuple[int, int]] | None = None
@@ -256,7 +265,7 @@ class Failed(Message, frozen=True, kw_only=True, omit_defaults=True, tag="failed
     error: str
 
 
-Down = Submit | Abort | Release | SetRole | Drain | Ping | ClearCache | WatchCache
+Down = Submit | Abort | Release | SetRole | SetGrade | Drain | Ping | ClearCache | WatchCache
 Up = (
     Starting
     | Hello

@@ -18,7 +18,7 @@ from kllm.workload.arrivals import poisson_arrivals
 from kllm.workload.trace_readers import BLOCK_TOKENS
 
 PREFILL, DECODE = 4, 4
-PHASE_S, CYCLES = 30.0, 3
+PHASE_S, CYCLES = 20.0, 2
 PROMPTS = {"input": (8_000, 24_000), "output": (20, 100)}  # a burst of long prompts
 OUTPUTS = {"input": (256, 1_024), "output": (200, 600)}  # and one of long outputs
 MAX_NUM_SEQS = 64

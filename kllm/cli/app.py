@@ -1,4 +1,4 @@
-"""The `kllm` command: serve, chat, pull, bench, verify, capacity, simulate, cache.
+"""The `kllm` command: serve, instance, gateway, chat, pull, bench, verify, capacity, simulate, cache.
 
 Every command imports what it needs when it runs, so that `kllm serve` starts without torch and `--help` is quick.
 """
@@ -15,6 +15,8 @@ import kllm
 from kllm.cli import bench, cache
 from kllm.cli.capacity import capacity
 from kllm.cli.errors import CommandError, UsageError
+from kllm.cli.gateway import gateway
+from kllm.cli.instance import instance
 from kllm.cli.options import Flags, ModelArgument, build, config_flags
 from kllm.cli.simulate import simulate
 from kllm.cli.verify import verify
@@ -29,6 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
+app.command()(instance)
+app.command()(gateway)
 app.command()(verify)
 app.command()(capacity)
 app.command()(simulate)

@@ -14,10 +14,15 @@ TOO_LONG = "context_length_exceeded"
 
 
 class QueueFull(RuntimeError):
-    """As many requests as allowed are in flight; a place should be free in about `retry_after_s` seconds."""
+    """As many requests as allowed are in flight; a place should be free in about `retry_after_s` seconds.
 
-    def __init__(self, limit: int, retry_after_s: int) -> None:
-        super().__init__(f"the server is full: {limit} requests are in flight; retry in about {retry_after_s} s")
+    grade: of degradation, where that is the reason."""
+
+    def __init__(self, in_flight: int, retry_after_s: int, grade: int = 0) -> None:
+        why = f", and capacity is short (grade {grade})" if grade else ""
+        super().__init__(
+            f"the server is full: {in_flight} requests are in flight{why}; retry in about {retry_after_s} s"
+        )
         self.retry_after_s = retry_after_s
 
 

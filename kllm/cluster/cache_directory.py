@@ -7,6 +7,7 @@ sent: for one to two minutes, so that a request which never got there does not d
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from kllm.cache.block_hash import chain, root_hash
@@ -32,6 +33,21 @@ def prompt_hashes(request: Request, fingerprint: str, block_tokens: int) -> Hash
     return short_hashes(chain(root_hash(fingerprint, request.cache_salt, request.adapter), blocks))
 
 
+class KnownCache(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one instance. sequence: of its latest report; None: nothing is believed of it until its dump has come.
+
+    device_blocks, host_blocks: known to be there. gaps, dumps: reports found missing and dumps taken, of all
+    incarnations. unreported_blocks: of prompts sent there since it last said anything about its cache: one that
+    grows and grows is of an instance whose reports fail to come."""
+
+    sequence: int | None
+    device_blocks: int
+    host_blocks: int
+    gaps: int
+    dumps: int
+    unreported_blocks: int
+
+
 class CacheDirectory:
     """instances: number of slots; there may be more later."""
 
@@ -42,7 +58,9 @@ class CacheDirectory:
         self._expected = [PrefixIndex(EXPECTED_BLOCKS, instances) for _ in range(2)]
         self._turned_at = 0.0
         self._sequence: list[int | None] = [None] * instances  # of the last report; None: its dump has not come
-        self.num_gaps = 0
+        self._gaps = [0] * instances
+        self._dumps = [0] * instances
+        self._unreported = [0] * instances
 
     @property
     def num_blocks(self) -> int:
@@ -51,6 +69,25 @@ class CacheDirectory:
     def held(self, instance: int, tier: Tier) -> Hashes:
         """Blocks that an instance is known to have, for checks."""
         return self._index.held(instance, tier)
+
+    @property
+    def num_gaps(self) -> int:
+        return sum(self._gaps)
+
+    @property
+    def bytes_used(self) -> int:
+        return self._index.bytes_used + sum(expected.bytes_used for expected in self._expected)
+
+    def known(self, instance: int) -> KnownCache:
+        """What is known of an instance's cache, and how well."""
+        return KnownCache(
+            sequence=self._sequence[instance],
+            device_blocks=self._index.num_held(instance, Tier.DEVICE),
+            host_blocks=self._index.num_held(instance, Tier.HOST),
+            gaps=self._gaps[instance],
+            dumps=self._dumps[instance],
+            unreported_blocks=self._unreported[instance],
+        )
 
     @property
     def num_refused(self) -> int:
@@ -73,13 +110,17 @@ class CacheDirectory:
         self._instances = max(self._instances, instances)
         for index in (self._index, *self._expected):
             index.grow(self._instances)
-        self._sequence += [None] * (self._instances - len(self._sequence))
+        more = self._instances - len(self._sequence)
+        self._sequence += [None] * more
+        for counts in (self._gaps, self._dumps, self._unreported):
+            counts += [0] * more
 
     def left(self, instance: int) -> None:
         self._index.leave(instance)
         for expected in self._expected:
             expected.leave(instance)
         self._sequence[instance] = None
+        self._unreported[instance] = 0
 
     def knows(self, instance: int) -> bool:
         return self._sequence[instance] is not None
@@ -94,6 +135,7 @@ class CacheDirectory:
                 return True  # late: what came since is newer
             self._index.leave(instance)
             self._sequence[instance] = report.sequence
+            self._dumps[instance] += 1
         elif last is None:
             return True  # its dump is on the way
         elif report.sequence <= last:
@@ -102,13 +144,14 @@ class CacheDirectory:
             return self._lose(instance)
         else:
             self._sequence[instance] = report.sequence
+        self._unreported[instance] = 0
         for change in report.changes:
             self._apply(instance, change)
         return True
 
     def _lose(self, instance: int) -> bool:
         """A report is missing: what was known may be wrong. Always False."""
-        self.num_gaps += 1
+        self._gaps[instance] += 1
         self._index.leave(instance)
         self._sequence[instance] = None
         return False
@@ -136,11 +179,14 @@ class CacheDirectory:
             self._turned_at = now
             self._expected = [PrefixIndex(EXPECTED_BLOCKS, self._instances), self._expected[0]]
         self._expected[0].stored(instance, hashes, Tier.DEVICE)
+        self._unreported[instance] += len(hashes)
 
     def matches(self, hashes: Hashes) -> Matches:
         """In blocks."""
         known = self._index.matches(hashes)
         for expected in self._expected:
+            if not expected.num_blocks:
+                continue
             l1 = expected.matches(hashes).l1
             known = Matches(np.maximum(known.l1, l1), np.maximum(known.l2, l1), np.maximum(known.l3, l1))
         return known

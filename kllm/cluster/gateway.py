@@ -23,13 +23,17 @@ import msgspec
 from kllm.cluster.admission import CompletionRate, QueueFull, Unavailable, admit
 from kllm.cluster.cache_clearing import CLEAR_TIMEOUT_S, ClearedInstance, clear_caches
 from kllm.cluster.cache_directory import CacheDirectory, CacheReport, prompt_hashes
+from kllm.cluster.degradation import GRADES, Degradation, queue_limit
 from kllm.cluster.instance_handle import InstanceFailed
 from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.placement import Place, Placement
-from kllm.cluster.pool_routing import PoolPolicy, GlobalPools
+from kllm.cluster.pool_routing import GlobalPools, PoolPolicy
 from kllm.cluster.prefix_index import MOST_INSTANCES, Hashes
 from kllm.cluster.request_stream import End, Gap, HeldKv, RequestStream
 from kllm.cluster.routing import LeastLoaded, Router
+from kllm.cluster.routing_log import RoutingLog
+from kllm.cluster.slo_load import SloLoad
+from kllm.cluster.slo_snapshot import SloLimits, SloSnapshot
 from kllm.cluster.slot import Limits, Slot, SlotEvents, add_counters
 from kllm.cluster.trial import Trial
 from kllm.messages import EngineLoad, Hello, PrefillDone, Role, Starting
@@ -43,6 +47,7 @@ RETRY_OUTAGE_S = 5  # Retry-After while no instance is ready
 MAX_LOSSES = 20  # attempts in a row that yield nothing because messages are lost, before a request ends with an error
 LEAVE_TIMEOUT_S = 30.0  # for what runs on an instance to end, before it is taken out
 ROLE_TIMEOUT_S = 30.0  # for what runs on an instance to end, before it is used for something else
+TICK_S = 1.0  # between looks at SLO Load
 IDS_REMEMBERED = 65_536  # ids of ended requests whose attempts go on where they were if the id is used again
 
 
@@ -50,6 +55,7 @@ class Gateway:
     """Instances behind one bounded queue, one supervised slot for each launcher.
 
     router: chooses among the instances that may take a request. pools: chooses where they have roles.
+    slo: targets that SLO Load is relative to. degrade: give things up while it is above 1 (see degradation.py).
     max_queue: requests in flight at once.
     start_timeout: seconds from launch to Hello.
     max_restarts: failures in a row (starts that fail, deaths that no request is to blame for) before a slot gives up.
@@ -68,6 +74,8 @@ class Gateway:
         rng: random.Random,
         router: Router | None = None,
         pools: PoolPolicy | None = None,
+        slo: SloLimits | None = None,
+        degrade: bool = False,
         max_queue: int = 1024,
         start_timeout: float = 600.0,
         max_restarts: int = 5,
@@ -88,6 +96,10 @@ class Gateway:
         uses_cache = router.uses_cache or (pools is not None and pools.uses_cache)
         self._directory = CacheDirectory(len(launchers)) if uses_cache else None
         self._placement = Placement(router, pools or GlobalPools(rng), self._directory)
+        self.routing = RoutingLog()
+        self.slo = SloLoad(slo)
+        self._degradation = Degradation() if degrade else None
+        self._ticking: asyncio.Task[None] | None = None
         self._max_queue = max_queue
         self._max_attempts = max_attempts
         self._max_outage = max_outage
@@ -176,6 +188,27 @@ class Gateway:
             total = add_counters(total, slot.totals)
         return total
 
+    @property
+    def grade(self) -> int:
+        """Of degradation: 0, nothing is given up, to 3."""
+        return 0 if self._degradation is None else self._degradation.grade
+
+    async def _tick(self, degradation: Degradation) -> None:
+        """Every second: whether capacity is short, and what is given up for it."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            load = max((pool.side.load for pool in self.slo_snapshot().pools.values()), default=0.0)
+            if degradation.update(asyncio.get_running_loop().time(), load):
+                grade = degradation.grade
+                logger.warning("SLO Load is %.2f: degradation grade %d (%s)", load, grade, GRADES[grade])
+                for slot in self._slots:
+                    slot.set_grade(grade)
+
+    def slo_snapshot(self) -> SloSnapshot:
+        """SLO Load now. Costs some microseconds for each request in flight: for ticks, not for requests."""
+        reports = [slot.report() for slot in self._slots if slot.ready]
+        return self.slo.snapshot(asyncio.get_running_loop().time(), reports)
+
     def check(self) -> None:
         """Every accepted request is in one place or has ended once."""
         assigned = [entry for slot in self._slots for entry in slot.assigned.items()]
@@ -213,9 +246,10 @@ class Gateway:
         Raises InvalidRequest, QueueFull or Unavailable here, before anything is streamed."""
         info = self._info_if_available()
         request_id = request.request_id
-        if len(self._table) >= self._max_queue:
-            now = asyncio.get_running_loop().time()
-            raise QueueFull(self._max_queue, self._rate.seconds_for(self._max_queue / 10, now))
+        in_flight = len(self._table)
+        if in_flight >= self._limit(request.priority):
+            now, grade = asyncio.get_running_loop().time(), self.grade if in_flight < self._max_queue else 0
+            raise QueueFull(in_flight, self._rate.seconds_for(max(1.0, in_flight / 10), now), grade)
         if request_id in self._table:
             raise InvalidRequest(f"a request with the id {request_id!r} is already running", "request_id")
         request = admit(request, info, self._rng.getrandbits(63))
@@ -226,9 +260,18 @@ class Gateway:
         stream = RequestStream(request, self._on_client_gone, first_attempt=first_attempt, hashes=hashes)
         self.accepted += 1
         self._table[request_id] = self._waiting[request_id] = stream
+        now = asyncio.get_running_loop().time()
+        self.slo.arrived(request_id, now, len(request.prompt_token_ids), stream.outputs)
         self._idle.clear()
         self._dispatch()
         return stream
+
+    def _limit(self, priority: int) -> int:
+        """Requests in flight beyond which one of this priority is refused."""
+        if self.grade < 2:
+            return self._max_queue
+        at_once = sum(slot.hello.max_num_seqs for slot in self._slots if slot.hello is not None)
+        return queue_limit(self.grade, priority, self._max_queue, at_once)
 
     def _info_if_available(self) -> Hello:
         if not self.healthy:
@@ -249,11 +292,15 @@ class Gateway:
             return
         if len(ready) > 1:
             ready = [slot for slot in ready if not (slot.quiet or slot.resting)] or ready
+        now = asyncio.get_running_loop().time()
+        sick = any(slot.breaker.state(now) != "closed" for slot in ready)
         reserved = self._trial.reserve(ready)
         others = [slot for slot in ready if slot is not reserved]
         block_tokens = self.info.block_tokens if self.info is not None else 1
         for request_id, stream in list(self._waiting.items()):
             slots = ready if stream.trusted else others
+            if sick:
+                slots = [slot for slot in slots if slot.breaker.allows(now)] or slots
             if slots:
                 del self._waiting[request_id]
                 leader = self._assigned.get(stream.request.leader or "")
@@ -264,12 +311,18 @@ class Gateway:
             self._assign(probe, Place(reserved, matched, reason="trial"))
 
     def _assign(self, stream: RequestStream, place: Place) -> None:
-        request_id, slot = stream.request.request_id, place.slot
+        request_id, slot, now = stream.request.request_id, place.slot, asyncio.get_running_loop().time()
         self._assigned[request_id] = slot
-        lacking = len(stream.request.prompt_token_ids) + len(stream.outputs) - place.matched[-1]
-        slot.submit(stream, lacking, place.prefill_only)
+        self.routing.add(place.decision(now, stream))
+        tokens = len(stream.request.prompt_token_ids) + len(stream.outputs)
+        source = None if stream.kv is None else stream.kv.source
+        held = 0 if source is None or self.info is None else len(source.slots) * self.info.block_tokens
+        lacking, pulling = max(1, tokens - max(place.matched[-1], held)), max(0, held - place.matched[1])
+        slot.submit(stream, lacking, pulling, place.prefill_only)
+        slot.breaker.submitted(now)
+        self.slo.submitted(request_id, now, slot.index, lacking)
         if self._directory is not None and stream.hashes is not None:
-            self._directory.routed(slot.index, stream.hashes, asyncio.get_running_loop().time())
+            self._directory.routed(slot.index, stream.hashes, now)
         self._on_route(request_id, stream.attempt, slot.index)
 
     def _on_delta(self, delta: Delta) -> None:
@@ -285,9 +338,15 @@ class Gateway:
         if stream.silent:
             stream.silent = False
             self._assigned[delta.request_id].has_output(delta.request_id)
+            self.routing.answered(delta.request_id, delta.num_cached_tokens)
+            self.slo.has_output(delta.request_id, asyncio.get_running_loop().time(), delta.num_cached_tokens)
             self._release(stream)
         if stream.end is not None:
-            self._assigned[delta.request_id].got_on()
+            slot = self._assigned[delta.request_id]
+            if stream.end is End.ERROR and not delta.invalid:
+                self._failed(slot, delta.error or "")
+            else:
+                slot.got_on()
             self._remove(stream)
         elif stream.takes_proof():
             self._assigned[delta.request_id].got_on()
@@ -328,10 +387,17 @@ class Gateway:
     def _on_astray(self, stream: RequestStream, why: str) -> None:
         """Messages from or to the instance were lost: another attempt, there or elsewhere."""
         logger.warning("submitting request %s again: %s", stream.request.request_id, why)
-        self._assigned.pop(stream.request.request_id).abort(stream)
+        slot = self._assigned.pop(stream.request.request_id)
+        self._failed(slot, why)
+        slot.abort(stream)
         stream.next_attempt(died=False)
         self._try_again(stream, "messages were lost on the way")
         self._dispatch()
+
+    def _failed(self, slot: Slot, why: str) -> None:
+        """A request failed there, by the instance's fault."""
+        if slot.breaker.failed(asyncio.get_running_loop().time()):
+            logger.error("instance %d is avoided for a while, too many requests fail there: %s", slot.index, why)
 
     def _try_again(self, stream: RequestStream, why: str) -> None:
         """A request whose attempt is lost: back into the queue, or the end if it has been tried too often."""
@@ -366,7 +432,9 @@ class Gateway:
         if len(self._last_attempts) > IDS_REMEMBERED:
             del self._last_attempts[next(iter(self._last_attempts))]
         self.ended[stream.end] += 1
-        self._rate.record(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        self._rate.record(now)
+        self.slo.ended(request_id, now)
         if not self._table:
             self._idle.set()
         if self._waiting or self._trial.suspects:
@@ -377,6 +445,8 @@ class Gateway:
     async def start(self) -> Hello:
         """Launch all instances and wait until one is ready; the others join when they are. Raises InstanceFailed with
         the first instance's own message if none can start."""
+        if self._degradation is not None:
+            self._ticking = asyncio.create_task(self._tick(self._degradation))
         for slot in self._slots:
             slot.open()
         try:
@@ -395,7 +465,7 @@ class Gateway:
 
     def add_instance(self, launcher: InstanceLauncher) -> Slot:
         """One more instance, from now on. Raises ValueError where there is no room."""
-        index = next((slot.index for slot in self._slots if slot.left), len(self._slots))
+        index = next((slot.index for slot in self._slots if slot.vacant), len(self._slots))
         if index >= MOST_INSTANCES:
             raise ValueError(f"a gateway has room for {MOST_INSTANCES} instances")
         slot = self._new_slot(index, launcher)
@@ -455,6 +525,7 @@ class Gateway:
         """Take back what a dead instance was working on, and give it to the others. True if one of them is known to
         have killed it."""
         killer = self._trial.probe if self._trial.slot is slot else None
+        self.slo.left(slot.index)
         if self._directory is not None:
             self._directory.left(slot.index)
         if not any(other.hello for other in self._slots):
@@ -514,6 +585,8 @@ class Gateway:
         await self._close_slots()
 
     async def _close_slots(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
         await asyncio.gather(*(slot.close() for slot in self._slots))
 
     def _abort_all(self) -> None:

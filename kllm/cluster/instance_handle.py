@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from kllm.cluster.backlog import Backlog
 from kllm.cluster.cache_directory import CacheReport
 from kllm.cluster.launchers.launcher import Instance
 from kllm.cluster.progress_watch import Progress, ProgressWatch
@@ -31,6 +32,7 @@ from kllm.messages import (
     PrefillDone,
     Release,
     Role,
+    SetGrade,
     SetRole,
     Starting,
     Submit,
@@ -85,9 +87,10 @@ class InstanceHandle:
         self._on_prefilled = on_prefilled
         self._role: Role = "both"
         self._term = 0
+        self._grade = 0
         self._wanted_role: SetRole | None = None
         self._awaited: list[asyncio.Future[None]] = []  # by those in `until`
-        self._prefilling: dict[str, int] = {}
+        self.backlog = Backlog()
         self._dump_missing = False  # it was asked for, and has not come
         self._silence_limit = silence_limit
         self._phase = "process start"
@@ -259,6 +262,8 @@ class InstanceHandle:
         if load.term > self._term:
             self._role, self._term = load.role, load.term
         self._changed()
+        if load.progress is not None:
+            self.backlog.report(load.progress)
         if load.cache_sequence:
             self._on_cache(load)
         if now - self._stepped >= self._silence_limit:
@@ -275,18 +280,13 @@ class InstanceHandle:
 
     # --- down ---
 
-    @property
-    def prefilling(self) -> int:
-        """Prompt tokens that requests without output lack, as far as is known."""
-        return sum(self._prefilling.values())
-
     def has_output(self, request_id: str) -> None:
-        self._prefilling.pop(request_id, None)
+        self.backlog.has_output(request_id)
 
     def forget(self, request_id: str) -> None:
         """A request that was here has ended."""
         self.assigned.pop(request_id, None)
-        self._prefilling.pop(request_id, None)
+        self.backlog.forget(request_id)
         self._changed()
 
     def watch_cache(self) -> None:
@@ -309,13 +309,19 @@ class InstanceHandle:
         self._wanted_role = SetRole(role=role, term=term)
         self._send(self._wanted_role)
 
+    def set_grade(self, grade: int) -> None:
+        """Of degradation. It says in its reports when it has it; asked again until then."""
+        self._grade = grade
+        self._send(SetGrade(grade=grade))
+
     def release(self, lease: str) -> None:
         """KV that it holds for others is not needed any more."""
         self._send(Release(leases=[lease]))
 
-    def submit(self, stream: RequestStream, lacking: int, prefill_only: bool) -> None:
-        """lacking: tokens that it has to compute first, as far as is known."""
-        self._prefilling[stream.request.request_id] = lacking
+    def submit(self, stream: RequestStream, lacking: int, pulling: int, prefill_only: bool) -> None:
+        """lacking: tokens that it has to compute first, as far as is known. pulling: those whose KV it takes."""
+        tokens = len(stream.request.prompt_token_ids) + len(stream.outputs)
+        self.backlog.add(stream.request.request_id, stream.attempt, tokens, lacking, pulling)
         if not self.assigned:
             self._heard = self._stepped = self._loop.time()  # an idle instance owes no sign of life
         request = stream.request_to_submit
@@ -335,7 +341,7 @@ class InstanceHandle:
         """Stop the current attempt of a request that is here."""
         request_id = stream.request.request_id
         del self.assigned[request_id]
-        self._prefilling.pop(request_id, None)
+        self.backlog.forget(request_id)
         self._changed()
         self._send(Abort(request_ids=[request_id], attempt=stream.attempt))
 
@@ -360,6 +366,8 @@ class InstanceHandle:
             self._send(WatchCache() if self._dump_missing else Ping())
             if self._wanted_role is not None and self._term < self._wanted_role.term:
                 self._send(self._wanted_role)
+            if self.load.grade != self._grade:
+                self._send(SetGrade(grade=self._grade))
         if not self._over.done():
             self._next_ping = self._loop.call_later(PING_INTERVAL_S, self._ping)
 

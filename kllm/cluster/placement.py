@@ -14,6 +14,7 @@ from kllm.cluster.cache_directory import CacheDirectory
 from kllm.cluster.pool_routing import Choice, PoolPolicy
 from kllm.cluster.request_stream import RequestStream
 from kllm.cluster.routing import Candidate, Router, Scores
+from kllm.cluster.routing_log import Decision, weighed
 from kllm.cluster.slot import Slot
 
 Matched = tuple[int, int, int]  # tokens of a prompt that an instance has: l1, l2, l3 of Candidate
@@ -31,6 +32,25 @@ class Place:
     reason: str = ""
     scores: Scores = field(default_factory=list)
     candidates: Sequence[Candidate] = ()
+
+    def decision(self, now: float, stream: RequestStream) -> Decision:
+        """For the log, before the request is submitted. now: the loop's time."""
+        ahead = [candidate.prefilling for candidate in self.candidates]
+        return Decision(
+            time_s=now,
+            request_id=stream.request.request_id,
+            attempt=stream.attempt,
+            prompt_tokens=len(stream.request.prompt_token_ids),
+            instance=self.slot.index,
+            reason=self.reason,
+            l1=self.matched[0],
+            l2=self.matched[1],
+            l3=self.matched[2],
+            spread=max(ahead) - min(ahead) if ahead else 0,
+            num_candidates=len(ahead),
+            candidates=weighed(self.slot.index, self.scores, self.candidates),
+            handed_over=stream.kv is not None,
+        )
 
 
 class Placement:
@@ -73,18 +93,22 @@ class Placement:
         if stream.kv is not None:
             taking = _candidates(decode or slots, matched)
             choice = self._pools.handed_over(request, outputs, stream.kv.slot.index, taking)
-            return self._chosen(choice, slots, matched)
-        giving = prefill or slots
+            return self._chosen(choice, slots, matched, taking)
+        giving = _candidates(prefill or slots, matched)
         taking = _candidates([slot for slot in decode if slot.transfers], matched) if prefill else []
-        if not any(slot.transfers for slot in giving):
+        if not any(slot.transfers for slot in prefill or slots):
             taking = []
-        choice = self._pools.arrive(request, outputs, _candidates(giving, matched), taking)
-        return self._chosen(choice, slots, matched)
+        choice = self._pools.arrive(request, outputs, giving, taking)
+        return self._chosen(choice, slots, matched, [*giving, *(one for one in taking if one not in giving)])
 
     @staticmethod
-    def _chosen(choice: Choice, slots: Sequence[Slot], matched: Callable[[int], Matched]) -> Place:
-        slot = _by_index(slots, choice.index)
-        return Place(slot, matched(slot.index), choice.separate and slot.transfers, choice.reason, list(choice.scores))
+    def _chosen(
+        choice: Choice, slots: Sequence[Slot], matched: Callable[[int], Matched], candidates: Sequence[Candidate]
+    ) -> Place:
+        slot, separate = _by_index(slots, choice.index), choice.separate
+        return Place(
+            slot, matched(slot.index), separate and slot.transfers, choice.reason, list(choice.scores), candidates
+        )
 
 
 def _takes(slot: Slot, source: Slot) -> bool:

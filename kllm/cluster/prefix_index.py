@@ -67,6 +67,7 @@ class PrefixIndex:
         self._store = np.zeros((self._buckets, WAYS), np.bool_)
         self.num_blocks = 0
         self.num_refused = 0  # blocks that did not fit
+        self._num_held: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: []}
         self.grow(instances)
 
     def grow(self, instances: int) -> None:
@@ -77,6 +78,8 @@ class PrefixIndex:
         while len(self._device) * GROUP < instances:
             self._device.append(np.zeros((self._buckets, WAYS), np.uint64))
             self._host.append(np.zeros((self._buckets, WAYS), np.uint64))
+        for counts in self._num_held.values():
+            counts += [0] * (self._instances - len(counts))
 
     @property
     def bytes_used(self) -> int:
@@ -93,8 +96,9 @@ class PrefixIndex:
         if tier is Tier.STORE:
             self._store.reshape(-1)[places] = True
         else:
-            mask = self._mask(instance, tier)
-            mask[places] |= _bit(instance)
+            mask, bit = self._mask(instance, tier), _bit(instance)
+            self._num_held[tier][instance] += len(np.unique(places[mask[places] & bit == 0]))
+            mask[places] |= bit
 
     def removed(self, instance: int, hashes: Hashes, tier: Tier) -> None:
         places = self._find(hashes)
@@ -102,8 +106,9 @@ class PrefixIndex:
         if tier is Tier.STORE:
             self._store.reshape(-1)[places] = False
         else:
-            mask = self._mask(instance, tier)
-            mask[places] &= ~_bit(instance)
+            mask, bit = self._mask(instance, tier), _bit(instance)
+            self._num_held[tier][instance] -= len(np.unique(places[mask[places] & bit != 0]))
+            mask[places] &= ~bit
         self._free(np.unique(places))
 
     def clear(self, instance: int, tier: Tier) -> None:
@@ -111,16 +116,19 @@ class PrefixIndex:
         if tier is Tier.STORE:
             self._store[:] = False
         else:
-            mask = self._mask(instance, tier)
-            mask &= ~_bit(instance)
+            self._drop_all(instance, tier)
         self._free(np.flatnonzero(self._key))
 
     def leave(self, instance: int) -> None:
         """Nothing is known of this instance any more (it left, or what it says has a gap)."""
         for tier in (Tier.DEVICE, Tier.HOST):
-            mask = self._mask(instance, tier)
-            mask &= ~_bit(instance)
+            self._drop_all(instance, tier)
         self._free(np.flatnonzero(self._key))
+
+    def _drop_all(self, instance: int, tier: Tier) -> None:
+        mask = self._mask(instance, tier)
+        mask &= ~_bit(instance)
+        self._num_held[tier][instance] = 0
 
     def _mask(self, instance: int, tier: Tier) -> npt.NDArray[np.uint64]:
         """Of the instance's group."""
@@ -181,6 +189,10 @@ class PrefixIndex:
         self._key.reshape(-1)[gone] = 0
         self.num_blocks -= len(gone)
 
+    def num_held(self, instance: int, tier: Tier) -> int:
+        """Blocks that are known of this instance in a tier of its own, device or host."""
+        return self._num_held[tier][instance]
+
     def held(self, instance: int, tier: Tier) -> Hashes:
         """All that is known of this instance in this tier, for checks."""
         if tier is Tier.STORE:
@@ -198,11 +210,11 @@ class PrefixIndex:
         stored = self._store.reshape(-1)[places]
         l1, l2, l3 = [], [], []
         for device_masks, host_masks in zip(self._device, self._host, strict=True):
-            device = device_masks.reshape(-1)[places]
-            local = device | host_masks.reshape(-1)[places]
+            device, host = device_masks.reshape(-1)[places], host_masks.reshape(-1)[places]
+            local = device | host
             l1.append(_leading(device))
-            l2.append(_leading(local))
-            l3.append(_leading(np.where(stored, ~np.uint64(0), local)))
+            l2.append(_leading(local) if host.any() else l1[-1])
+            l3.append(_leading(np.where(stored, ~np.uint64(0), local)) if stored.any() else l2[-1])
         return Matches(*(np.concatenate(parts)[: self._instances] for parts in (l1, l2, l3)))
 
     def _find_leading(self, hashes: Hashes) -> npt.NDArray[np.int64]:
@@ -226,16 +238,19 @@ def _bit(instance: int) -> np.uint64:
 
 def _leading(masks: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """Per instance of a group, how many of the first masks have its bit."""
+    leading = np.zeros(GROUP, np.int64)
     if not len(masks):
-        return np.zeros(GROUP, np.int64)
+        return leading
     held = np.bitwise_and.accumulate(masks)
-    # A bit that has gone never comes back, so where it goes is found by bisection: from the end of `held`, sorted.
-    bits = np.uint64(1) << np.arange(GROUP, dtype=np.uint64)
-    low, high = np.zeros(GROUP, np.int64), np.full(GROUP, len(held), np.int64)
-    while (low < high).any():
-        middle = (low + high) // 2
-        here = (held[np.minimum(middle, len(held) - 1)] & bits) != 0
-        open_ = low < high
-        low = np.where(open_ & here, middle + 1, low)
-        high = np.where(open_ & ~here, middle, high)
-    return low
+    # A bit that has gone never comes back: it is enough to look where some go.
+    ends = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
+    before = int(held[0])
+    for end in (*ends, len(held)):
+        after = int(held[end]) if end < len(held) else 0
+        gone = before & ~after
+        while gone:
+            lowest = gone & -gone
+            leading[lowest.bit_length() - 1] = end
+            gone ^= lowest
+        before = after
+    return leading

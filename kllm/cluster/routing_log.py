@@ -39,7 +39,9 @@ class Decision(msgspec.Struct, kw_only=True):
     """time_s: on the gateway's clock. attempt: of the request. instance: index of the slot. reason: see Router.
 
     l1, l2, l3: of the chosen one, as in Candidate. cached: tokens of the prompt that it then said it had; None so far.
-    candidates: the best of all that were weighed, and the chosen one; none where there was nothing to choose."""
+    spread: between the most and the fewest prompt tokens that candidates had ahead. num_candidates: weighed.
+    candidates: the best of them and the chosen one; none where there was nothing to choose.
+    handed_over: the prompt's KV comes from where it was prefilled, so `cached` says nothing of what was known."""
 
     time_s: float
     request_id: str
@@ -50,8 +52,10 @@ class Decision(msgspec.Struct, kw_only=True):
     l1: int
     l2: int
     l3: int
-    num_candidates: int
-    candidates: list[Weighed]
+    spread: int = 0
+    num_candidates: int = 0
+    candidates: list[Weighed] = []
+    handed_over: bool = False
     cached: int | None = None
 
     @property
@@ -80,8 +84,7 @@ class InstanceCounts(msgspec.Struct):
 class RoutingCounts(msgspec.Struct):
     """Since the start. tokens: of prompts, by where they were believed to be: device, host, store, or nowhere.
 
-    spread: sum over decisions of the difference between the most and the fewest prompt tokens that candidates had
-    ahead."""
+    spread: sum of Decision's."""
 
     reasons: dict[str, int] = {}
     device: int = 0
@@ -111,38 +114,15 @@ class RoutingLog:
         first = self._latest[0].time_s if self._latest else 0.0
         return [decision for decision in self._sampled if decision.time_s < first]
 
-    def decided(
-        self,
-        now: float,
-        request_id: str,
-        attempt: int,
-        prompt: int,
-        chosen: int,
-        matched: tuple[int, int, int],
-        reason: str,
-        scores: Scores,
-        candidates: Sequence[Candidate],
-    ) -> None:
-        """prompt: tokens. chosen: index of the slot. matched: l1, l2, l3 of it. scores, candidates: see Router."""
-        decision = Decision(
-            time_s=now,
-            request_id=request_id,
-            attempt=attempt,
-            prompt_tokens=prompt,
-            instance=chosen,
-            reason=reason,
-            l1=matched[0],
-            l2=matched[1],
-            l3=matched[2],
-            num_candidates=len(candidates),
-            candidates=_best(chosen, scores, candidates),
-        )
-        self._count(decision, candidates)
+    def add(self, decision: Decision) -> None:
+        """It was taken just now."""
+        self._count(decision)
         self._latest.append(decision)
         if self.num_decisions % NTH == 0:
             self._sampled.append(decision)
-        self._unanswered.pop(request_id, None)
-        self._unanswered[request_id] = decision
+        self._unanswered.pop(decision.request_id, None)
+        if not decision.handed_over:
+            self._unanswered[decision.request_id] = decision
         if len(self._unanswered) > UNANSWERED:
             del self._unanswered[next(iter(self._unanswered))]
 
@@ -158,11 +138,7 @@ class RoutingLog:
         counts.cached += cached
         counts.missed += max(0, decision.l3 - cached)
 
-    def forget(self, request_id: str) -> None:
-        """What it had of this request's prompt will not be comparable, or the request has ended."""
-        self._unanswered.pop(request_id, None)
-
-    def _count(self, decision: Decision, candidates: Sequence[Candidate]) -> None:
+    def _count(self, decision: Decision) -> None:
         counts = self.counts
         reason = decision.reason
         if reason not in counts.reasons and len(counts.reasons) >= MOST_REASONS:
@@ -172,17 +148,15 @@ class RoutingLog:
         counts.host += decision.l2 - decision.l1
         counts.store += decision.l3 - decision.l2
         counts.nowhere += decision.prompt_tokens - decision.l3
-        if candidates:
-            ahead = [candidate.prefilling for candidate in candidates]
-            counts.spread += max(ahead) - min(ahead)
+        counts.spread += decision.spread
         instance = self.instances.setdefault(decision.instance, InstanceCounts())
         instance.decisions += 1
         instance.prompt_tokens += decision.prompt_tokens
         self.num_decisions += 1
 
 
-def _best(chosen: int, scores: Scores, candidates: Sequence[Candidate]) -> list[Weighed]:
-    """The candidates with the least scores, best first; the first ones where there are no scores."""
+def weighed(chosen: int, scores: Scores, candidates: Sequence[Candidate]) -> list[Weighed]:
+    """What is kept of them: those with the least scores, best first; the first ones where there are no scores."""
     if scores and len(scores) > BEST:
         scores = sorted(scores, key=lambda one: one[1])
     order: list[tuple[int, float | None]] = list(scores) or [(candidate.index, None) for candidate in candidates]

@@ -75,7 +75,7 @@ def _place_s(load: EngineLoad, places: int, demand: Demand) -> float:
 def predict_tpot(report: InstanceReport, demand: Demand) -> float | None:
     """Seconds from token to token in the next while (about as long as a request decodes), for a batch of those that
     decode now and will soon; None while step times are not known."""
-    times, load = report.load.step_times, report.load
+    times = report.load.step_times
     if times is None or not times.samples:
         return None
     horizon = min(max(demand.decode_s, SHORTEST_HORIZON_S), LONGEST_HORIZON_S)

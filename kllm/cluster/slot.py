@@ -9,11 +9,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kllm.cluster.breaker import Breaker
 from kllm.cluster.cache_directory import CacheReport
 from kllm.cluster.instance_handle import InstanceFailed, InstanceHandle
 from kllm.cluster.launchers.launcher import InstanceLauncher, LaunchError, VisitingLauncher
 from kllm.cluster.request_stream import RequestStream
 from kllm.cluster.routing import Candidate
+from kllm.cluster.slo_prediction import InstanceReport
 from kllm.messages import CacheCleared, EngineLoad, Hello, PrefillDone, Role, Starting
 from kllm.request import Delta
 from kllm.telemetry.tier_counts import add_tier_counts
@@ -67,7 +69,8 @@ class SlotEvents:
 class Slot:
     """failures: in a row, starts that fail and deaths that no request is to blame for.
     fruitful: a request has got on at the present incarnation.
-    resting: it gets nothing new while there are others. left: it has been taken out, for good.
+    resting: it gets nothing new while there are others. left: it is being taken out, for good; vacant: it has been.
+    breaker: whether its instance answers requests or fails them.
     address: where its instances are; None where they are started here. trouble: why there is none now.
     error: why the first start failed, or why the slot gave up. totals are over all incarnations.
     """
@@ -80,7 +83,9 @@ class Slot:
         self.fruitful = False
         self.restarts = 0
         self.resting = False
-        self.left = False
+        self.breaker = Breaker()
+        self._grade = 0
+        self.left = self.vacant = False
         self.address = launcher.address if isinstance(launcher, VisitingLauncher) else None
         self.trouble: str | None = None
         self.error: str | None = None
@@ -175,18 +180,39 @@ class Slot:
             num_blocks=handle.hello.num_blocks,
             block_tokens=handle.hello.block_tokens,
             max_num_seqs=handle.hello.max_num_seqs,
-            prefilling=handle.prefilling,
+            chunk_tokens=handle.hello.chunk_tokens,
+            page_bytes=handle.hello.page_bytes,
+            prefilling=handle.backlog.prefilling,
+            prefills=handle.backlog.prefills,
+            unreported=handle.backlog.unreported,
+            holding=handle.backlog.holding,
+            pulling=handle.backlog.pulling,
             l1=matched[0],
             l2=matched[1],
             l3=matched[2],
         )
 
+    def report(self) -> InstanceReport:
+        """What SLO Load is made from, while an instance is there."""
+        handle = self._handle
+        assert handle is not None
+        assert handle.hello is not None
+        hello = handle.hello
+        return InstanceReport(
+            index=self.index,
+            load=handle.load,
+            role=self.role,
+            chunk_tokens=hello.chunk_tokens,
+            max_num_seqs=hello.max_num_seqs,
+            kv_tokens=hello.num_blocks * hello.block_tokens,
+        )
+
     # --- requests ---
 
-    def submit(self, stream: RequestStream, lacking: int, prefill_only: bool) -> None:
-        """lacking: tokens that its instance has to compute first."""
+    def submit(self, stream: RequestStream, lacking: int, pulling: int, prefill_only: bool) -> None:
+        """lacking: tokens that its instance has to compute first. pulling: those whose KV it takes from another."""
         assert self._handle is not None
-        self._handle.submit(stream, lacking, prefill_only)
+        self._handle.submit(stream, lacking, pulling, prefill_only)
 
     def release(self, lease: str) -> None:
         """KV that its instance holds for others is not needed any more."""
@@ -217,6 +243,17 @@ class Slot:
         """A request has ended well or proven itself here."""
         self.failures = self._barren_deaths = 0
         self.fruitful = True
+        self.breaker.succeeded()
+
+    def set_grade(self, grade: int) -> None:
+        """Of degradation: for its instance, and those that follow."""
+        self._grade = grade
+        if self._handle is not None:
+            self._handle.set_grade(grade)
+
+    def wants(self, role: Role) -> None:
+        """The next instance that comes gets this role, if it has another."""
+        self._wanted_role = (role, 0)
 
     async def change_role(self, role: Role, term: int, timeout: float) -> bool:
         """Give it nothing new and `timeout` seconds to end what it has, then the role. Whether it says that it has it.
@@ -260,6 +297,7 @@ class Slot:
             last = self._end_incarnation()
             self._events.over(self, list(last.assigned.values()), "the instance was taken out")
             await last.stop(self._limits.stop_grace)
+        self.vacant = True
 
     async def drain(self) -> None:
         """Let the instance end by itself, if it does so in time; one that was started elsewhere learns that we go.
@@ -315,8 +353,12 @@ class Slot:
             return str(error)
         self._started, self.fruitful, self.trouble = True, False, None
         self._handle = handle
-        if self._wanted_role is not None:
-            handle.set_role(*self._wanted_role)
+        self.breaker.reset()
+        if self._grade:
+            handle.set_grade(self._grade)
+        if self._wanted_role is not None and handle.role != self._wanted_role[0]:
+            role, term = self._wanted_role
+            handle.set_role(role, max(term, handle.term + 1))
         self._events.ready(self)
         reason = await handle.over()
         if not self._events.needed():

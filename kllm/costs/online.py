@@ -3,9 +3,10 @@
     seconds = base + row * rows + new_token * new tokens + context_token * context        (see StepWork)
 
 Steps of one kind come in long runs: thousands that decode much the same rows, then a few with a prompt. The latest
-steps alone would not tell what a token of a prompt costs. So a few of the latest of every kind are kept, and older ones
-count less: they decide only what later ones say nothing about. A machine that becomes slower or faster does so for all kinds:
-when the latest steps all take another time than was expected, what is kept of earlier ones is brought to that level.
+steps alone would not tell what a token of a prompt costs. So a few of the latest of every kind are kept, and older
+ones count less: they decide only what later ones say nothing about. A machine that becomes slower or faster does so for
+all kinds: when the latest steps all take another time than was expected, what is kept of earlier ones is brought to
+that level.
 """
 
 from __future__ import annotations

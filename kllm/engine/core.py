@@ -47,6 +47,7 @@ class EngineCore:
         self._outputs: dict[str, list[int]] = {}  # given with a submission whose grammar is not there yet
         self._steps = 0
         self._step_s = 0.0
+        self._grade = 0
         self._tiers: TieredCache | None = None
         self._lookups: dict[str, asyncio.Task[None]] = {}
         self._brought_for: dict[Sequence, int] = {}  # blocks of prompts looked up and not yet admitted
@@ -138,6 +139,13 @@ class EngineCore:
         return PrefillDone(
             request_id=request.request_id, attempt=sequence.attempt, num_outputs=sequence.num_outputs, kv=kv
         )
+
+    def set_grade(self, grade: int) -> None:
+        """What to give up while the fleet is short of capacity (kllm.cluster.degradation)."""
+        self._grade = grade
+        if self._tiers is not None:
+            self._tiers.hold_writes(grade >= 1)
+        self.scheduler.shrink_long_prompts(0.5 if grade >= 2 else 1.0)
 
     def release(self, leases: list[str]) -> None:
         """Nobody needs this KV any more (KvSource.lease)."""
@@ -268,6 +276,7 @@ class EngineCore:
             step_s=self._step_s,
             tiers=tiers,
             leases=self.leases,
+            grade=self._grade,
             oldest_wait_s=self.scheduler.oldest_wait(now),
             step_times=StepTimes(*self._step_times.fit(now)),
         )

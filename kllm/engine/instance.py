@@ -27,6 +27,7 @@ from kllm.messages import (
     Ping,
     Release,
     Role,
+    SetGrade,
     SetRole,
     Submit,
     Up,
@@ -155,6 +156,8 @@ class Instance:
                     if message.term > self._term:
                         self._role, self._term = message.role, message.term
                     await self._send_load(progress=False)
+                case SetGrade():
+                    self._core.set_grade(message.grade)
                 case Drain():
                     self._draining = True
                 case WatchCache():

@@ -45,7 +45,7 @@ async def serve_gateways(config: EngineConfig, listen: ListenConfig) -> None:
         link = ExchangeLink(peers, on_said=said)
         _end_on_signals(link, listen.drain_timeout)
         print(f"kLLM instance listens at {peers.address}", flush=True)
-        # It may be what the gateways' reports say that is wanted, so they are made; nobody pays for what nobody watches.
+        # Any gateway may want to know what is cached, so it can be told; what nobody watches costs nothing.
         code = await run_instance(link, config.model_copy(update={"report_cache": True}), feed)
         if code:
             raise InstanceEnded(said.error or "the engine failed")

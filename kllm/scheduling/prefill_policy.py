@@ -21,6 +21,10 @@ class PrefillPolicy(Protocol):
     most_yields: int  # of one prompt
     quota_tokens: int  # prompt tokens computed before others, from a quota
 
+    def shrink_long(self, factor: float) -> None:
+        """Of the KV that long prompts in progress may need together, what they may need now: 1 all of it."""
+        ...
+
     def turns(self, prefilling: Seq[Sequence], waiting: Seq[Sequence]) -> Iterator[Sequence]:
         """Both in queue order. prefilling: have a place and lack more than one token. A sequence comes once."""
         ...
@@ -35,6 +39,9 @@ class FirstCome:
 
     looks_ahead = False
     num_yields = most_yields = quota_tokens = 0
+
+    def shrink_long(self, factor: float) -> None:
+        pass  # no prompt is long to it
 
     def turns(self, prefilling: Seq[Sequence], waiting: Seq[Sequence]) -> Iterator[Sequence]:
         yield from prefilling
@@ -95,10 +102,14 @@ class FairShare:
         self.chunk = chunk
         self.growth = growth
         self.long_tokens = kv_tokens * kv_share
+        self._shrunk = 1.0
         self.quota = 0  # tokens that long prompts may compute before short ones
         self.num_yields = self.most_yields = self.quota_tokens = 0
         self._contending: dict[Sequence, int] = {}  # long prompts and what each could use in this step
         self._first: Sequence | None = None
+
+    def shrink_long(self, factor: float) -> None:
+        self._shrunk = factor
 
     def turns(self, prefilling: Seq[Sequence], waiting: Seq[Sequence]) -> Iterator[Sequence]:
         chunk = self.chunk  # what a waiting sequence lacks is spelt out below: a call for each would double the cost
@@ -126,7 +137,7 @@ class FairShare:
         tokens = sum(len(sequence.tokens) for sequence in long)
         for sequence in waiting_long:
             tokens += len(sequence.tokens)
-            if long and tokens > self.long_tokens:
+            if long and tokens > self.long_tokens * self._shrunk:
                 break
             long.append(sequence)
         return long

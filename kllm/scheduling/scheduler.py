@@ -158,6 +158,10 @@ class Scheduler:
             if sequence.state is State.HELD:
                 self._hold_or_wait(sequence)
 
+    def shrink_long_prompts(self, factor: float) -> None:
+        """Of their share of the KV cache, what they may have: 1 all of it."""
+        self._policy.shrink_long(factor)
+
     def take_prefilled(self) -> list[Sequence]:
         """Sequences that have ended here since the last call, to go on elsewhere: their whole blocks are cached."""
         prefilled, self._prefilled = self._prefilled, []

@@ -25,7 +25,9 @@ from kllm.server.bodies import Model, read_body
 from kllm.server.cache import cache_routes
 from kllm.server.chat import ChatFormat, chat_job
 from kllm.server.completions import CompletionFormat, completion_job
+from kllm.server.debug import debug_routes
 from kllm.server.errors import ApiError, json_response, unavailable
+from kllm.server.fleet import fleet_routes
 from kllm.server.generation import generate
 from kllm.server.jobs import Caller
 from kllm.server.middleware import RequestLog
@@ -44,6 +46,7 @@ from kllm.server.responses import (
     VersionResponse,
 )
 from kllm.server.service import Service
+from kllm.server.slo import slo_routes
 from kllm.telemetry.metrics import CONTENT_TYPE
 from kllm.tokenization.chat_template import ChatTemplate
 from kllm.tokenization.tokenizer import Tokenizer
@@ -75,10 +78,12 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    app.include_router(_open_routes(service))
     key_check = _key_check(config)
-    for routes in (_model_routes, _token_routes, _generation_routes, cache_routes):
+    # Routes are tried in this order: the busiest are first.
+    administration = (cache_routes, fleet_routes, debug_routes, slo_routes)
+    for routes in (_generation_routes, _model_routes, _token_routes, *administration):
         app.include_router(routes(service), dependencies=key_check)
+    app.include_router(_open_routes(service))
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_middleware(RequestLog)

@@ -53,16 +53,11 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]
         return [await service.encode(prompt, special)]
     if not prompt:
         raise InvalidRequest("the prompt must not be empty", "prompt")
-    if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+    if isinstance(prompt[0], int):  # one prompt: the body's model lets no list have items of both kinds
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"at most {MAX_PROMPTS} prompts may be given at once", "prompt")
-    single: list[int] = []  # one prompt as token ids
-    several: list[list[int]] = []
-    for item in prompt:
-        if isinstance(item, int):
-            single.append(item)
-        else:
-            several.append(await service.encode(item, special) if isinstance(item, str) else item)
-    return several or [single]
+    return [await service.encode(item, special) if isinstance(item, str) else item for item in prompt]
 
 
 class CompletionFormat:

@@ -21,9 +21,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kllm.cluster.gateway import Gateway, InstanceFailed
+from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.launchers.local import LocalLauncher
-from kllm.cluster.pool_routing import GlobalPools
+from kllm.cluster.pool_routing import GlobalPools, PoolPolicy
 from kllm.cluster.routers import ROUTERS
+from kllm.cluster.routing import Router
+from kllm.cluster.slo_snapshot import SloLimits
 from kllm.config import KV_CACHE_SHARE, EngineConfig, ServerConfig
 from kllm.hub import ModelSource, resolve
 from kllm.messages import Hello
@@ -76,10 +79,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> None:
     source = await asyncio.to_thread(resolve, engine_config.model)
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:
-        raise ServeError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
+    start_listening(listener, config)
     roles = config.roles
     display = StartDisplay(len(roles))
     rng = random.Random()
@@ -94,26 +94,60 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         instance_config(engine_config.model_copy(update={"role": role}), index, len(roles), cores, memory)
         for index, role in enumerate(roles)
     ]
-    gateway = Gateway(
-        [LocalLauncher(functools.partial(instance_command, config=each)) for each in configs],
+    launchers = [LocalLauncher(functools.partial(instance_command, config=each)) for each in configs]
+    gateway = make_gateway(launchers, config, rng, router, pools, display)
+    await serve_gateway(gateway, source, engine_config.model, config, listener, display)
+
+
+def make_gateway(
+    launchers: Sequence[InstanceLauncher],
+    config: ServerConfig,
+    rng: random.Random,
+    router: Router,
+    pools: PoolPolicy | None,
+    display: StartDisplay,
+) -> Gateway:
+    """As the config says. pools: None where no instance has a role of its own."""
+    return Gateway(
+        launchers,
         rng=rng,
         router=router,
         pools=pools,
+        slo=SloLimits(config.slo_ttft_s, config.slo_tpot_s),
         max_queue=config.max_queue,
         start_timeout=config.start_timeout,
         max_restarts=config.max_restarts,
         on_starting=display.update,
     )
+
+
+def start_listening(listener: socket.socket, config: ServerConfig) -> None:
+    """Raises ServeError."""
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise ServeError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
+
+
+async def serve_gateway(
+    gateway: Gateway,
+    source: ModelSource,
+    model: str,
+    config: ServerConfig,
+    listener: socket.socket,
+    display: StartDisplay,
+) -> None:
+    """From the gateway's start to its drained end. source, model: whose tokenizer it uses. Raises ServeError."""
     stop = _stop_signals()
     starting = asyncio.create_task(gateway.start())
     try:
-        http, service = await asyncio.to_thread(_web_stack, gateway, source, config, engine_config.model)
+        http, service = await asyncio.to_thread(_web_stack, gateway, source, config, model)
         serving = asyncio.create_task(http.serve([listener]))
         try:
             await _first(starting, serving, stop)
             display.close()
             if starting.done():
-                _announce(_started(starting), service, config, listener)
+                _announce(_started(starting), service, config, listener, len(gateway.slots))
                 await _first(serving, stop)
             service.draining = True
             await _drain(gateway, starting, config.drain_timeout)
@@ -214,7 +248,7 @@ async def _drain(gateway: Gateway, starting: asyncio.Task[Hello], timeout_s: flo
         await gateway.drain(timeout_s)
 
 
-def _announce(hello: Hello, service: Service, config: ServerConfig, listener: socket.socket) -> None:
+def _announce(hello: Hello, service: Service, config: ServerConfig, listener: socket.socket, count: int) -> None:
     """The one line on standard output."""
     host, port = listener.getsockname()[:2]
     if config.host not in LOOPBACK and not config.api_key:
@@ -223,7 +257,7 @@ def _announce(hello: Hello, service: Service, config: ServerConfig, listener: so
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in hello.start_seconds.items())
     spent = f" in {process_age():.2f} s ({phases})" if phases else f" in {process_age():.2f} s"
     operators = f", {hello.operators} operators" if hello.operators else ""
-    instances = f" {len(config.roles)} instances," if len(config.roles) > 1 else ""
+    instances = f" {count} instances," if count > 1 else ""
     print(f"kLLM is ready: {url} serves {service.model_names[0]},{instances}{spent}{operators}", flush=True)
 
 

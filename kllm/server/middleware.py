@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kllm.server.errors import ClientDisconnected, log_failure, to_api_error
 from kllm.server.jobs import request_id_from
+from kllm.server.reply import DIRECT_SEND
 from kllm.telemetry.logs import fields
 
 logger = logging.getLogger("kllm.server")
@@ -31,6 +32,7 @@ class RequestLog:
             return
         request_id = request_id_from(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
+        scope[DIRECT_SEND] = send
         started = time.perf_counter()
         status = 0
 

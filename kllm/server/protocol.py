@@ -185,3 +185,8 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[TokenId]
+
+
+class RoleRequest(Body):
+    instance: int = Field(ge=0, description="Index of the instance, as in /debug/fleet.")
+    role: Literal["both", "prefill", "decode"]

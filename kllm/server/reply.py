@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -24,6 +24,9 @@ from kllm.server.generation import Piece, Result
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+DIRECT_SEND = "kllm.direct_send"  # key in the scope: past the layers that look at how a response starts, for its body
+NO_MORE: dict[str, Any] = {}  # fields beside `choices`
 
 
 @dataclass(slots=True)
@@ -139,15 +142,19 @@ async def events(
             chunk["usage"] = job.usage_body() if job.each_usage else None
         return sse_event(chunk)
 
+    def data_of(piece: Piece) -> bytes:
+        job.count(piece)
+        if piece.index in opened:
+            return event(form.delta(piece), NO_MORE)
+        opened.add(piece.index)
+        return event(*form.opening(piece)) + event(form.delta(piece), NO_MORE)
+
     async with aclosing(pieces):
         try:
-            async for piece in _chain(first, pieces):
-                job.count(piece)
-                data = b""
-                if piece.index not in opened:
-                    opened.add(piece.index)
-                    data = event(*form.opening(piece))
-                if data := data + event(form.delta(piece), {}):
+            if data := data_of(first):
+                yield data
+            async for piece in pieces:
+                if data := data_of(piece):
                     yield data
             if job.usage:
                 yield sse_event({**head, "choices": [], "usage": job.usage_body()})
@@ -157,12 +164,6 @@ async def events(
                 log_failure(logger, error, job.request_id)
             yield sse_event(told.body())
         yield DONE
-
-
-async def _chain(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
-    yield first
-    async for item in rest:
-        yield item
 
 
 class EventStream(Response):
@@ -180,28 +181,49 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def pump() -> None:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            send_body: Send = scope.get(DIRECT_SEND, send)
             async for data in self._source:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+                await send_body({"type": "http.response.body", "body": data, "more_body": True})
+            await send_body({"type": "http.response.body", "body": b""})
 
         async with aclosing(self._pieces), aclosing(self._source):
             await until_disconnect(receive, pump())
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled (and awaited) when the client goes away or this is cancelled.
-    The request's body must have been read. Raises ClientDisconnected."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnected
-    finally:
-        for unfinished in (task, gone):
-            unfinished.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    """The result of `work`, which is cancelled when the client goes away. The request's body must have been read.
+    Raises ClientDisconnected."""
+    async with _Connected(receive):
+        return await work
+
+
+class _Connected:
+    """While the body runs a task listens for the client's leaving, and then cancels the body, as asyncio.timeout does
+    when its time is over."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._listening = asyncio.create_task(_disconnected(self._receive))
+        self._listening.add_done_callback(self._on_gone)
+
+    def _on_gone(self, listening: asyncio.Task[None]) -> None:
+        if not listening.cancelled():
+            listening.exception()
+            self._gone = True
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._listening.remove_done_callback(self._on_gone)
+        self._listening.cancel()
+        if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise ClientDisconnected from None
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -193,3 +193,31 @@ class LoadResponse(Reply):
     kv_cache_usage: float
     kv_cache_cached: float
     restarts: int
+
+
+class FleetInstance(Reply):
+    """One instance as the gateway sees it. load: its latest report."""
+
+    index: int
+    address: str | None = Field(description="Where it was started; none if that was here.")
+    state: Literal["starting", "absent", "ready", "quiet", "resting", "leaving", "left", "given up"]
+    trouble: str | None = Field(description="Why there is none.")
+    instance_id: str | None
+    incarnation: str | None = Field(description="New for every start of its process.")
+    model: str | None
+    role: Literal["both", "prefill", "decode"]
+    term: int = Field(description="Of its role: the latest holds.")
+    requests: int = Field(description="Of this gateway, there now.")
+    restarts: int
+    silent_s: float | None = Field(description="Seconds since its last message.")
+    load: dict[str, Any]
+
+
+class FleetResponse(Reply):
+    instances: list[FleetInstance]
+
+
+class RoleResponse(Reply):
+    instance: int
+    role: Literal["both", "prefill", "decode"]
+    done: bool = Field(description="It has the role. Otherwise it gets it when it is there.")

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from kllm.cluster.gateway import Gateway
+from kllm.cluster.routing_view import RoutingView, routing_view
 from kllm.config import ServerConfig
 from kllm.messages import Hello
 from kllm.request import InvalidRequest
@@ -16,6 +17,8 @@ from kllm.server.logprobs import TokenTexts
 from kllm.server.protocol import ChatMessage, Tool
 from kllm.server.workers import Workers
 from kllm.telemetry.metrics import Metrics
+from kllm.telemetry.routing_metrics import routing_metrics
+from kllm.telemetry.slo_metrics import slo_metrics
 from kllm.tokenization.chat_template import ChatTemplate
 from kllm.tokenization.tokenizer import Tokenizer
 
@@ -50,6 +53,11 @@ class Service:
         self.metrics = Metrics(
             self.model_names[0], gateway, self._cache_config, self._chunk_tokens, config.vllm_metrics
         )
+        self.metrics.add(lambda families: slo_metrics(families, gateway.slo_snapshot()))
+        self.metrics.add(lambda families: routing_metrics(families, self.routing_view()))
+
+    def routing_view(self) -> RoutingView:
+        return routing_view(self.gateway.slots, self.gateway.directory, self.gateway.routing)
 
     def close(self) -> None:
         self.workers.close()

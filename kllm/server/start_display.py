@@ -16,18 +16,21 @@ logger = logging.getLogger("kllm.server")
 
 
 class StartDisplay:
-    """`update` is the gateway's on_starting; after `close`, and where there is no terminal, it only logs."""
+    """`update` is the gateway's on_starting; after `close`, and where there is no terminal, it only logs.
+
+    instances: as many there are at first; others may join."""
 
     def __init__(self, instances: int) -> None:
         self._progress: Progress | None = None
-        self._tasks: list[TaskID] = []
-        self._phases = [""] * instances
+        self._tasks: dict[int, TaskID] = {}
+        self._phases: dict[int, str] = {}
+        self._several = instances > 1
         self._drawing = sys.stderr.isatty()
 
     def update(self, index: int, message: Starting) -> None:
-        if message.phase != self._phases[index]:
+        if message.phase != self._phases.get(index):
             self._phases[index] = message.phase
-            which = {"instance": index} if len(self._phases) > 1 else {}
+            which = {"instance": index} if self._several or index > 0 else {}
             log = logger.debug if self._drawing else logger.info
             log("instance is starting", extra=fields(**which, phase=message.phase))
         if self._drawing:
@@ -40,8 +43,9 @@ class StartDisplay:
 
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
             self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._tasks = [self._progress.add_task("", total=1.0) for _ in self._phases]
             self._progress.start()
+        if index not in self._tasks:
+            self._tasks[index] = self._progress.add_task("", total=1.0)
         self._progress.update(self._tasks[index], description=message.phase, completed=message.fraction)
 
     def close(self) -> None:

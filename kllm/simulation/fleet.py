@@ -13,6 +13,7 @@ from kllm.cache.tiers.tiered_cache import TieredCache
 from kllm.cluster.gateway import Gateway
 from kllm.cluster.pool_routing import PoolPolicy
 from kllm.cluster.routing import LeastLoaded, Router
+from kllm.cluster.slo_snapshot import SloSnapshot
 from kllm.costs.noise import StepTimeSource
 from kllm.messages import Role
 from kllm.simulation.clients import Clients
@@ -94,6 +95,7 @@ class Fleet:
             for index in range(spec.instances)
         ]
         self.timeline = Timeline(self.launchers)
+        self.slo: list[tuple[float, SloSnapshot]] = []
         self.injector = FaultInjector(spec.faults, self.launchers, self.fabric, self.log.note, self.store)
         self.gateway = Gateway(
             self.launchers,
@@ -146,6 +148,7 @@ class Fleet:
         return FleetResult(
             outcomes=clients.outcomes,
             samples=self.timeline.samples,
+            slo=self.slo,
             decision_hash=self.log.digest(),
             simulated_s=simulated,
             wall_s=time.perf_counter() - began,
@@ -175,6 +178,7 @@ class Fleet:
         while True:
             now = self._loop.time()
             self.timeline.take(now - start)
+            self.slo.append((now - start, self.gateway.slo_snapshot()))
             on_progress(now - start, clients.ended, total)
             if self.spec.check:
                 self.check()

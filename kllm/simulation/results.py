@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kllm.cluster.slo_snapshot import SloSnapshot
 from kllm.telemetry.tier_counts import TierCounts
 
 Ending = Literal["completed", "error", "abort", "refused"]
@@ -87,5 +88,6 @@ class FleetResult:
     load: float | None = None
     cost_per_gpu_hour: float | None = None
     settings: dict[str, object] = field(default_factory=dict)  # what was simulated, for the report's head
+    slo: list[tuple[float, SloSnapshot]] = field(default_factory=list)  # at the same moments as samples
     notes: list[str] = field(default_factory=list)  # scalings and approximations, stated in every report
     faults: list[str] = field(default_factory=list)  # the faults injected, one line each

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from kllm.cluster.pool_variants import pool_policy
 from kllm.cluster.routers import ROUTERS
+from kllm.cluster.slo_snapshot import SloLimits
 from kllm.config import EngineConfig
 from kllm.costs.capacity import Capacity, Deployment, best_layout, kv_capacity, smallest_gpus
 from kllm.costs.errors import CostError
@@ -199,7 +200,7 @@ def _host_gb_s(hardware: Hardware, gpus: int) -> float:
 
 def _tier_speeds(config: SimulationConfig, costs: _Costs, engine: EngineConfig, notes: list[str]) -> TierSpeeds | None:
     """Adds to the notes what they hold and how fast they are. Raises SimulationError."""
-    if not engine.lower_tiers:
+    if not engine.stages:
         return None
     page_bytes = round(costs.kv_bytes_per_token * config.block_size)
     try:
@@ -252,7 +253,11 @@ def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sampl
         roles=config.roles if config.separated else (),
         pools=partial(pool_policy, config.pools, config.prefill, config.decode) if config.separated else None,
         faults=_faults(config, horizon),
-        gateway={"max_queue": config.max_queue, "silence_limit": config.silence_s},
+        gateway={
+            "max_queue": config.max_queue,
+            "silence_limit": config.silence_s,
+            "slo": SloLimits(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3),
+        },
         sample_every_s=config.sample_every_s or max(1.0, horizon / TIMELINE_POINTS),
     )
 

@@ -6,7 +6,7 @@ Prometheus asks. Durations are seconds of the caller's clock; this module reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -184,7 +184,12 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._finished = {reason: finished.labels(*self._labels, reason) for reason in FINISHED_REASONS}
+        self._families = families
         self.registry.register(_SourceCollector(source, cache_config, families))
+
+    def add(self, figures: Callable[[Families], Iterable[Metric]]) -> None:
+        """More of them, called at scrape time."""
+        self.registry.register(_Collector(figures, self._families))
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(*self._labels)
@@ -213,6 +218,15 @@ class Metrics:
         if self._vllm_names:
             text += _renamed(text)
         return text
+
+
+class _Collector(Collector):
+    def __init__(self, figures: Callable[[Families], Iterable[Metric]], families: Families) -> None:
+        self._figures = figures
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._figures(self._families)
 
 
 class _SourceCollector(Collector):

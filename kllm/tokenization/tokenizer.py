@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,9 @@ from kllm.hub.model_config import read_json
 from kllm.hub.source import ModelSource, ModelSourceError
 from kllm.request import InvalidRequest
 from kllm.tokenization.gguf_vocabulary import build_backend
+
+# Every call encodes one text: the library's threads, which share out several, would only have to be waited for.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:

@@ -22,7 +22,7 @@ def leading(held: set[int], prompt: list[int]) -> int:
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), instances=st.integers(1, 64))
+@given(seed=st.integers(0, 2**32 - 1), instances=st.sampled_from((1, 2, 7, 63, 64, 65, 130)))
 def test_what_it_says_is_what_it_was_told(seed: int, instances: int) -> None:
     rng = random.Random(seed)
     index = PrefixIndex(4000, instances)
@@ -83,5 +83,23 @@ def test_short_hashes_are_those_of_events() -> None:
 
 
 def test_bounds() -> None:
-    with pytest.raises(ValueError, match="1 to 64 instances"):
-        PrefixIndex(10, 65)
+    with pytest.raises(ValueError, match="1 to 256 instances"):
+        PrefixIndex(10, 257)
+    index = PrefixIndex(10, 256)
+    with pytest.raises(ValueError, match="at most 256 instances"):
+        index.grow(257)
+
+
+def test_more_instances_join() -> None:
+    index = PrefixIndex(1000, 2)
+    index.stored(1, hashes(5, 6), Tier.DEVICE)
+    index.grow(130)
+    index.stored(129, hashes(5, 6, 7), Tier.HOST)
+    found = index.matches(hashes(5, 6, 7, 8))
+    assert len(found.l1) == 130
+    assert (found.l1[1], found.l1[129], found.l2[129], found.l1[65]) == (2, 0, 3, 0)
+    index.leave(1)
+    assert index.num_blocks == 3
+    index.removed(129, hashes(5), Tier.HOST)
+    assert index.num_blocks == 2
+    assert index.matches(hashes(5, 6)).l2[129] == 0

@@ -18,14 +18,14 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 OPERATIONS = {
     "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
     "/health", "/ready", "/version", "/metrics", "/load",
-    "/reset_prefix_cache", "/flush_cache",
+    "/reset_prefix_cache", "/flush_cache", "/debug/routing",
 }  # fmt: skip
 
 
 TAKE_NOTHING = {
     path
     for path in OPERATIONS
-    if path.startswith(("/v1/models", "/health", "/ready", "/ver", "/met", "/load", "/flush"))
+    if path.startswith(("/v1/models", "/health", "/ready", "/ver", "/met", "/load", "/flush", "/debug/routing"))
 }
 GOOD, BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 

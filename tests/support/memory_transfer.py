@@ -37,8 +37,13 @@ class MemoryTransfer:
     async def read(self, address: str, theirs: Sequence[int], mine: Sequence[int], timeout_s: float) -> None:
         task = asyncio.ensure_future(self._copy(address, list(theirs), list(mine), timeout_s))
         self._reads.add(task)
-        task.add_done_callback(self._reads.discard)
+        task.add_done_callback(self._ended)
         await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._reads.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody waits where the reader was cancelled
 
     async def _copy(self, address: str, theirs: list[int], mine: list[int], timeout_s: float) -> None:
         network = self._network

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 from support.lossy_link import LossyLink, Weather
 
 from kllm.cluster.launchers.launcher import LaunchError
@@ -27,6 +28,7 @@ from kllm.messages import (
     PrefillDone,
     Release,
     Role,
+    SetGrade,
     SetRole,
     Starting,
     Submit,
@@ -74,6 +76,7 @@ class Faults:
     late_finish: float = 0.0  # the finish follows in a delta of its own, a step later
     crash: float = 0.0  # per step
     fragile: bool = False  # dies at the first step for a request
+    failing: bool = False  # every request ends with an error
     hung: bool = False
     stuck: bool = False  # takes requests and reports, but makes no step
     silent: bool = False  # works, but sends no EngineLoad
@@ -104,6 +107,7 @@ class ScriptedInstance:
         self.draining = False
         self.role: Role = hello.role
         self.term = hello.term
+        self.grade = 0
         self.leases: set[str] = set()
 
     async def main(self) -> None:
@@ -144,6 +148,7 @@ class ScriptedInstance:
             sequence=sequence,
             role=self.role,
             term=self.term,
+            grade=self.grade,
             progress={request_id: (run.submit.attempt, run.done) for request_id, run in self.running.items()},
         )
 
@@ -159,6 +164,8 @@ class ScriptedInstance:
                         if attempt is not None and attempt >= self.attempts.get(request_id, -1):
                             self.attempts[request_id] = attempt
                             self.running.pop(request_id, None)
+                case SetGrade(grade=grade):
+                    self.grade = grade
                 case Drain():
                     self.draining = True
                 case Release(leases=leases):
@@ -204,6 +211,10 @@ class ScriptedInstance:
 
     def _advance(self, run: Running) -> list[Delta]:
         request, faults = run.submit.request, self.faults
+        if faults.failing:
+            del self.running[request.request_id]
+            failed = self._delta(run, run.done, [], run.submit.attempt, "error")
+            return [msgspec.structs.replace(failed, error="broken")]
         first = request.prompt_token_ids[0]
         if first == POISON or (first == LATE_POISON and not run.fresh):
             raise Crash

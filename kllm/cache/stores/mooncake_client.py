@@ -168,10 +168,15 @@ class MooncakeClient:
 
 def _load() -> Any:
     """The class of the library, which is not imported before somebody wants it: it is large, and optional."""
+    return load_library("mooncake.store").MooncakeDistributedStore
+
+
+def load_library(module: str) -> Any:
+    """A module of Mooncake. Raises StoreError, which says what to install."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
-        return importlib.import_module("mooncake.store").MooncakeDistributedStore
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise StoreError(f"Mooncake is not installed ({error}): {INSTALL_PACKAGE}") from error
     except ImportError as error:

@@ -117,7 +117,7 @@ class Demotion:
         hashes = self._take(self._to_save)
         if not hashes and self._settings.saves_coldest and kv.pool.num_free < 2 * self.batch:
             # Those in the window must fit into L2 together: else saving one would push out another, for ever.
-            coldest = kv.coldest(min(4 * self.batch, pool.num_slots // 2))
+            coldest = kv.coldest(min(4 * self.batch, (pool.available + 1) // 2))
             hashes = [block_hash for block_hash in coldest if block_hash not in pool][: self.batch]
         return hashes if pool.available else []
 

@@ -22,13 +22,14 @@ class HostBlock:
     """A block in a slot. stored: the store has it too. checksum: of its bytes, once somebody needed it (page_checksum).
     arrival: done when it is ready or discarded (False)."""
 
-    __slots__ = ("arrival", "checksum", "hash", "pins", "ready", "slot", "stored")
+    __slots__ = ("arrival", "checksum", "discarded", "hash", "pins", "ready", "slot", "stored")
 
     def __init__(self, block_hash: bytes, slot: int) -> None:
         self.hash = block_hash
         self.slot = slot
         self.pins = 0
         self.ready = False
+        self.discarded = False
         self.stored = False
         self.checksum: int | None = None
         self.arrival: asyncio.Future[bool] | None = None
@@ -37,6 +38,8 @@ class HostBlock:
         """Whether it became ready, once that is known."""
         if self.arrival is None:
             self.arrival = asyncio.get_running_loop().create_future()
+            if self.ready or self.discarded:
+                self.arrival.set_result(self.ready)
         return self.arrival
 
 
@@ -103,6 +106,7 @@ class HostPool:
         for block in blocks:
             del self._blocks[block.hash]
             self._free.append(block.slot)
+            block.discarded = True
             self._settle(block, False)
 
     @staticmethod

@@ -58,6 +58,7 @@ class StoreLink:
     def __init__(self, store: Store, fingerprint: str, clock: Callable[[], float]) -> None:
         self.store = store
         self.errors = 0
+        self.held = False  # nothing is written for the time being
         self._suffix = b"\0" + bytes.fromhex(fingerprint)
         self._reading = _Gate("reading", clock)
         self._writing = _Gate("writing", clock)
@@ -70,7 +71,7 @@ class StoreLink:
 
     @property
     def writable(self) -> bool:
-        return self._writing.open
+        return self._writing.open and not self.held
 
     @property
     def down(self) -> bool:

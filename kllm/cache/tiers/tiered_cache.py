@@ -455,6 +455,11 @@ class TieredCache:
             self._sink(AllBlocksCleared())
         return empty
 
+    def hold_writes(self, hold: bool) -> None:
+        """Write nothing to the store for the time being (True), or do so again."""
+        if self._link is not None:
+            self._link.held = hold
+
     def _clear_memory(self) -> bool:
         self._demotion.forget()
         if self._exports is not None:

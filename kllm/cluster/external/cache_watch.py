@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from kllm.cache.events import CacheEvent, Medium
 from kllm.cache.event_wire import salt_tag, subscribe
+from kllm.cache.events import CacheEvent, Medium
 from kllm.cluster.external.block_names import BlockNames
 from kllm.cluster.external.config import ExternalEngine
 from kllm.engine.cache_reports import CacheReporter, Send, change
@@ -44,8 +44,8 @@ class CacheWatch:
         """The gateway asks what is there, and from now on wants to hear of changes."""
         self._reporter.watch()
 
-    def sent(self, prompt_tokens: int, salt: str) -> None:
-        """A request is on its way to the engine."""
+    def sent(self, salt: str) -> None:
+        """A request with this salt is on its way to the engine."""
         if salt:
             self._salts[salt_tag(salt)] = salt
             if len(self._salts) > SALTS_REMEMBERED:
@@ -102,5 +102,3 @@ class CacheWatch:
                 self._block_tokens,
             )
             counts.other_size = 0
-
-

@@ -11,16 +11,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kllm.cluster.external.errors import EngineFault
+from kllm.cluster.external.errors import EngineFault, NoTokenIds
 from kllm.cluster.external.http_engine import message_of
 from kllm.messages import Submit
 from kllm.request import Delta, FinishReason, InvalidRequest, SamplingParams, TokenLogprobs
 
 TOKEN_PREFIX = "token_id:"  # how vLLM writes tokens that are asked for as ids
-REQUIREMENT = (
-    "its completions carry no token ids: an engine that understands return_token_ids is needed, such as vLLM (0.10.2 "
-    "or later) or kLLM"
-)
+NO_TOKEN_IDS = "its completions carry no token ids (return_token_ids): a recent vLLM, or kLLM, is needed"
 # Whatever their value: engines take what a request leaves out from the model's own defaults.
 _ALWAYS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -182,7 +179,7 @@ class ChunkReader:
         choice = chunk.choices[0]
         tokens = choice.token_ids
         if tokens is None and choice.text:
-            raise EngineFault(REQUIREMENT)
+            raise NoTokenIds(NO_TOKEN_IDS)
         return self._delta(choice, tokens or [])
 
     def _delta(self, choice: _Choice, tokens: list[int]) -> Delta | None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import msgspec
-
-from kllm.cluster.external.completion import REQUIREMENT
+from kllm.cluster.external.completion import NO_TOKEN_IDS, ChunkReader, completion_body
 from kllm.cluster.external.config import ExternalEngine
 from kllm.cluster.external.engine_metrics import EngineMetrics
-from kllm.cluster.external.errors import EngineBusy, EngineFault, EngineUnavailable, EngineUnusable
+from kllm.cluster.external.errors import EngineBusy, EngineFault, EngineUnavailable, EngineUnusable, NoTokenIds
 from kllm.cluster.external.http_engine import HttpEngine
-from kllm.request import InvalidRequest
+from kllm.messages import Submit
+from kllm.request import InvalidRequest, Request, SamplingParams
 
 TRIAL_TOKEN = 1  # in every vocabulary
 TRIAL_TIMEOUT_S = 60.0  # the first completion of an engine's life may take a while
 USUAL_BLOCK_TOKENS = 16
+GUESSED_SEQUENCES = 16  # of the greatest length, in a KV cache whose size is not known
 OWNERS = {"vllm": "vLLM", "kllm": "kLLM"}
 
 
@@ -50,37 +51,37 @@ async def find_out(engine: HttpEngine, config: ExternalEngine) -> EngineFacts:
             f"{config.url} has KV blocks of {metrics.block_tokens} tokens, but block_size is {config.block_size}"
         )
     block_tokens = block_tokens or USUAL_BLOCK_TOKENS
-    longest = -(-max_model_len // block_tokens)
-    await _try_completion(engine, card.id)
+    longest = math.ceil(max_model_len / block_tokens)
+    await _try_completion(engine, card.id, max_model_len)
     return EngineFacts(
         model=card.id,
         title=f"{OWNERS.get(card.owned_by, card.owned_by[:40] or 'an engine')} {version}".rstrip(),
         max_model_len=max_model_len,
         block_tokens=block_tokens,
-        num_blocks=(metrics.num_blocks if metrics is not None else 0) or longest * config.max_requests,
+        num_blocks=(metrics.num_blocks if metrics is not None else 0) or GUESSED_SEQUENCES * longest,
         absolute_draws=card.owned_by == "kllm",
         baseline=metrics,
     )
 
 
-async def _try_completion(engine: HttpEngine, model: str) -> None:
-    """One token: the engine takes token ids, streams, and says which tokens it sampled."""
-    body = {
-        "model": model,
-        "prompt": [TRIAL_TOKEN],
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
+async def _try_completion(engine: HttpEngine, model: str, max_model_len: int) -> None:
+    """One token: the engine takes token ids, streams, and says which tokens it has sampled."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    trial = Submit(request=Request(request_id="kllm-trial", prompt_token_ids=[TRIAL_TOKEN], params=params))
+    reader = ChunkReader(trial)
+    body = completion_body(trial, model, max_model_len, absolute_draws=True)
     try:
-        async with asyncio.timeout(TRIAL_TIMEOUT_S), aclosing(_trial(engine, body)) as tokens:
-            if not any([bool(found) async for found in tokens]):
-                raise EngineUnusable(f"{engine.url}: {REQUIREMENT}")
+        async with asyncio.timeout(TRIAL_TIMEOUT_S), aclosing(engine.complete(body, "kllm-trial")) as chunks:
+            async for data in chunks:
+                reader.read(data)
+        if reader.next_index == 0:
+            raise NoTokenIds(NO_TOKEN_IDS)
     except InvalidRequest as error:
-        raise EngineUnusable(f"{engine.url} refuses a completion: {error.message}; {REQUIREMENT}") from error
-    except (EngineBusy, EngineFault) as error:
-        raise EngineUnavailable(f"{engine.url}: a first completion failed: {error}") from error
-    except TimeoutError as error:
-        raise EngineUnavailable(f"{engine.url}: a first completion took over {TRIAL_TIMEOUT_S:g} s") from error
+        raise EngineUnusable(f"{engine.url} refuses a completion with token ids: {error.message}") from error
+    except NoTokenIds as error:
+        raise EngineUnusable(f"{engine.url} cannot be used: {error}") from error
+    except EngineFault as error:
+        kind = EngineUnusable if 400 <= error.status < 500 else EngineUnavailable
+        raise kind(f"a first completion at {engine.url} failed: {error}") from error
+    except (EngineBusy, TimeoutError) as error:
+        raise EngineUnavailable(f"a first completion at {engine.url} failed: {str(error) or 'no answer'}") from error

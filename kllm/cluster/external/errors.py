@@ -24,4 +24,12 @@ class EngineBusy(Exception):
 
 
 class EngineFault(Exception):
-    """It has failed this request, which may go better a second time or elsewhere."""
+    """It has failed this request, which may go better a second time or elsewhere. status: of HTTP, where it is one."""
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NoTokenIds(EngineFault):
+    """Its answers do not say which tokens it has sampled."""

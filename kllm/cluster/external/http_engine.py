@@ -138,7 +138,7 @@ class HttpEngine:
         except httpx.ConnectError as error:
             raise EngineUnavailable(f"nobody answers at {self.url}: {error}", certain=True) from error
         except httpx.HTTPError as error:
-            raise EngineUnavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
+            raise EngineUnavailable(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
 
     # -- completions -----------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class HttpEngine:
         except httpx.ReadTimeout as error:
             raise EngineFault(f"the engine sent nothing for {self._read_timeout_s:g} s") from error
         except (httpx.HTTPError, EventTooLarge) as error:
-            raise EngineFault(f"the answer broke off: {error or type(error).__name__}") from error
+            raise EngineFault(f"the answer broke off: {str(error) or type(error).__name__}") from error
         raise EngineFault("the answer ended before it was complete")
 
 
@@ -184,7 +184,7 @@ def _refusal(answer: Answer) -> Exception:
         return EngineBusy(said, _seconds(answer.headers.get("retry-after", "")))
     if answer.status in (400, 413, 422):
         return InvalidRequest(error_message(answer.body))
-    return EngineFault(said)
+    return EngineFault(said, status=answer.status)
 
 
 def _seconds(text: str) -> float:

@@ -47,8 +47,8 @@ class InFlight:
     """Requests go to the engine in order of arrival, at most `most` at once.
 
     A request that the engine fails, or is too busy for, is given back: it is not here any more (see progress), and
-    on_given_back is called; the gateway then tries again, here or elsewhere. After MOST_FAILURES of that it ends with an
-    error. is_alive: asked when the engine fails a request: if it is gone, all are left to the gateway as they are.
+    on_given_back is called; the gateway then tries again, here or elsewhere. After MOST_FAILURES of that it ends with
+    an error. is_alive: asked when the engine fails a request: if it is gone, all are left to the gateway as they are.
     on_sent, on_answered: a request is on its way; it has ended well.
     """
 
@@ -76,6 +76,7 @@ class InFlight:
         self._on_sent = on_sent
         self._on_answered = on_answered
         self._running: dict[str, Running] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # those of aborted requests too, until they have ended
         self._attempts: dict[str, int] = {}  # the highest seen of each id, oldest first
         self._failures: dict[str, int] = {}  # by id, oldest first
         self._empty = asyncio.Event()
@@ -92,7 +93,9 @@ class InFlight:
         now = asyncio.get_running_loop().time()
         running = self._running[request_id] = Running(submit, ChunkReader(submit), now)
         self._empty.clear()
-        running.task = asyncio.create_task(self._run(running))
+        running.task = task = asyncio.create_task(self._run(running))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def abort(self, abort: Abort) -> None:
         for request_id in abort.request_ids:
@@ -111,10 +114,9 @@ class InFlight:
 
     async def close(self) -> None:
         """End all, and the engine's work on them."""
-        tasks = [running.task for running in self._running.values() if running.task is not None]
-        for request_id in list(self._running):
-            self._cancel(request_id)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # -- what can be seen ----------------------------------------------------------------------------------
 
@@ -197,9 +199,7 @@ class InFlight:
         if running.reader.finished:  # only its prefill was wanted
             self._forget(running)
             request_id, attempt = running.submit.request.request_id, running.submit.attempt
-            self._outbox.put(
-                PrefillDone(request_id=request_id, attempt=attempt, num_outputs=running.reader.next_index)
-            )
+            self._outbox.put(PrefillDone(request_id=request_id, attempt=attempt, num_outputs=running.reader.next_index))
 
     def _end(self, running: Running, delta: Delta) -> None:
         self._forget(running)
