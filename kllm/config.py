@@ -262,6 +262,11 @@ class ServerConfig(Config):
     max_restarts: int = Field(
         5, ge=0, description="Starts of an instance that may fail in a row before the server gives up."
     )
+    degrade: bool = Field(
+        False,
+        description="While SLO Load stays above 1, give things up by grades: extras, then room for long prompts, then "
+        "the queue (429 with Retry-After for what is not urgent); docs/failover.md.",
+    )
     vllm_metrics: bool = Field(False, description="Export every metric under the prefix vllm: too.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
 

@@ -189,6 +189,11 @@ class Gateway:
         return total
 
     @property
+    def trips(self) -> int:
+        """Times that an instance was avoided since requests failed there."""
+        return sum(slot.breaker.trips for slot in self._slots)
+
+    @property
     def grade(self) -> int:
         """Of degradation: 0, nothing is given up, to 3."""
         return 0 if self._degradation is None else self._degradation.grade

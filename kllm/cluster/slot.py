@@ -142,6 +142,8 @@ class Slot:
             return "absent" if self.address is not None else "starting"
         if self._handle.leaving:
             return "leaving"
+        if self.breaker.state(asyncio.get_running_loop().time()) != "closed":
+            return "avoided"
         return "resting" if self.resting else "quiet" if self.quiet else "ready"
 
     @property

@@ -114,6 +114,7 @@ def make_gateway(
         router=router,
         pools=pools,
         slo=SloLimits(config.slo_ttft_s, config.slo_tpot_s),
+        degrade=config.degrade,
         max_queue=config.max_queue,
         start_timeout=config.start_timeout,
         max_restarts=config.max_restarts,

@@ -59,6 +59,7 @@ class InstanceReply(Reply):
 
 
 class SloResponse(Reply):
+    grade: int = Field(description="Of degradation: 0, nothing is given up, to 3. Above 0 only with degrade on.")
     window_s: float
     waiting: int = Field(description="Requests without a token; they count with their age.")
     decoding: int
@@ -81,6 +82,7 @@ def slo_routes(service: Service) -> APIRouter:
         now = service.gateway.slo_snapshot()
         return json_response(
             {
+                "grade": service.gateway.grade,
                 "window_s": now.window_s,
                 "waiting": now.waiting,
                 "decoding": now.decoding,

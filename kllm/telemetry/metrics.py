@@ -93,6 +93,12 @@ class Source(Protocol):
     @property
     def restarts(self) -> int: ...
 
+    @property
+    def grade(self) -> int: ...
+
+    @property
+    def trips(self) -> int: ...
+
 
 class RequestMetrics:
     """One request, from arrival to end. `now` is any monotonic clock in seconds."""
@@ -267,6 +273,14 @@ class _SourceCollector(Collector):
         )
         yield from tier_metrics(families, loads, totals)
         yield families.counter("instance_restarts", "Times that an instance was started again.", self._source.restarts)
+        yield families.gauge(
+            "degradation_grade", "What is given up for want of capacity: 0, nothing, to 3.", [self._source.grade]
+        )
+        yield families.counter(
+            "instance_ejections",
+            "Times that an instance was avoided since too many requests failed there.",
+            self._source.trips,
+        )
         info = InfoMetricFamily(PREFIX + "cache_config", "How the KV cache is laid out.")
         info.add_metric((), dict(self._cache_config()) | dict(zip(LABELS, families.labels, strict=True)))
         yield info

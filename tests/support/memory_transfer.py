@@ -32,20 +32,8 @@ class MemoryTransfer:
         self.address = address
         self.pages_read = 0
         self._network = network
-        self._reads: set[asyncio.Task[None]] = set()
 
     async def read(self, address: str, theirs: Sequence[int], mine: Sequence[int], timeout_s: float) -> None:
-        task = asyncio.ensure_future(self._copy(address, list(theirs), list(mine), timeout_s))
-        self._reads.add(task)
-        task.add_done_callback(self._ended)
-        await asyncio.shield(task)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._reads.discard(task)
-        if not task.cancelled():
-            task.exception()  # nobody waits where the reader was cancelled
-
-    async def _copy(self, address: str, theirs: list[int], mine: list[int], timeout_s: float) -> None:
         network = self._network
         until = asyncio.get_running_loop().time() + timeout_s
         for peer_slot, slot in zip(theirs, mine, strict=True):
@@ -59,10 +47,6 @@ class MemoryTransfer:
             page[:] = network.movers[address].host[peer_slot]
             network.damage(page)
             self.pages_read += 1
-
-    async def idle(self) -> None:
-        if self._reads:
-            await asyncio.wait(list(self._reads))
 
     async def close(self) -> None:
         self._network.movers.pop(self.address, None)

@@ -161,7 +161,9 @@ class ScriptedInstance:
                     self._take(message)
                 case Abort(request_ids=ids, attempt=attempt):
                     for request_id in ids:
-                        if attempt is not None and attempt >= self.attempts.get(request_id, -1):
+                        if attempt is None:
+                            self.running.pop(request_id, None)
+                        elif attempt >= self.attempts.get(request_id, -1):
                             self.attempts[request_id] = attempt
                             self.running.pop(request_id, None)
                 case SetGrade(grade=grade):

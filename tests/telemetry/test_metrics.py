@@ -52,7 +52,7 @@ def source() -> SimpleNamespace:
         "events_dropped": 2,
     }
     load = SimpleNamespace(**gauges, **counters)
-    return SimpleNamespace(loads=[load], totals=load, restarts=7)
+    return SimpleNamespace(loads=[load], totals=load, restarts=7, grade=0, trips=0)
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:

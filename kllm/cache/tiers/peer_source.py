@@ -31,7 +31,7 @@ class PeerSource:
         block_tokens: int,
         sink: EventSink,
     ) -> None:
-        self.transfer = transfer
+        self._transfer = transfer
         self._pool = pool
         self._mover = mover
         self._workers = workers
@@ -57,7 +57,6 @@ class PeerSource:
             came = await self._read(source, [index for index, _ in asked], slots, timeout_s)
             good = await self._verified(source, asked, slots)
         except BaseException:
-            await self.transfer.idle()  # it may still write into the slots
             self._pool.discard(slots)
             raise
         self._pool.discard(slots[good:])
@@ -71,12 +70,11 @@ class PeerSource:
     async def _read(self, source: KvSource, theirs: list[int], slots: list[HostBlock], timeout_s: float) -> bool:
         """Whether it went through; if not, some pages may have come all the same."""
         try:
-            await self.transfer.read(
+            await self._transfer.read(
                 source.address, [source.slots[index] for index in theirs], [slot.slot for slot in slots], timeout_s
             )
         except TransferError as error:
             logger.warning("KV of %s could not be pulled, it is computed again: %s", source.lease, error)
-            await self.transfer.idle()
             return False
         return True
 

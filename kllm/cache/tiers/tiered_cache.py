@@ -128,7 +128,6 @@ class TieredCache:
         if self._exports is not None:
             self._exports.leases.clear()
         if self._transfer is not None:
-            await self._transfer.idle()
             await self._transfer.close()
         if self._link is not None:
             await self._link.store.idle()

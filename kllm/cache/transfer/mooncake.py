@@ -14,9 +14,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,8 @@ import numpy as np
 from kllm.cache.stores.mooncake_client import P2P_HANDSHAKE, load_library
 from kllm.cache.stores.store import StoreError
 from kllm.cache.transfer.port import TransferError
+from kllm.cache.transfer.reads import Read, Reads
 
-
-READERS = 4  # threads, each waiting for the library most of the time
 PIECE_BYTES = 2 << 20  # in one call of the library, which ends when all of it has come or its time limits are over
 SETTINGS = {"MC_TRANSFER_TIMEOUT": "5", "MC_HANDSHAKE_CONNECT_TIMEOUT": "2"}  # seconds; its own are 30 and more
 ADDRESS = re.compile(r"mooncake:([^:]+|\[[0-9a-fA-F:]+\]):(\d{1,5}):([0-9a-f]{1,16})")
@@ -42,8 +40,7 @@ class MooncakeTransfer:
         self.address = f"mooncake:{host}:{engine.get_rpc_port()}:{slots.ctypes.data:x}"
         self._engine: Any = engine
         self._page_bytes = slots.shape[1]
-        self._threads = ThreadPoolExecutor(READERS, "kv-transfer")
-        self._running: set[asyncio.Future[None]] = set()
+        self._reads = Reads()
 
     @classmethod
     async def open(cls, num_slots: int, page_bytes: int, host: str) -> MooncakeTransfer:
@@ -58,49 +55,37 @@ class MooncakeTransfer:
         return cls(engine, slots, host)
 
     async def read(self, address: str, theirs: Sequence[int], mine: Sequence[int], timeout_s: float) -> None:
-        until = time.monotonic() + timeout_s
-        loop = asyncio.get_running_loop()
-        copy = loop.run_in_executor(self._threads, self._copy, address, list(theirs), list(mine), until)
-        self._running.add(copy)
-        copy.add_done_callback(self._ended)
-        done, _ = await asyncio.wait([copy], timeout=timeout_s)
-        if not done:
-            raise TransferError(f"{address} has not sent all within {timeout_s:.2g} s")
-        copy.result()
+        await self._reads.run(address, partial(self._copy, address, list(theirs), list(mine)), timeout_s)
 
-    def _ended(self, copy: asyncio.Future[None]) -> None:
-        self._running.discard(copy)
-        if not copy.cancelled():
-            copy.exception()  # nobody waits for one that was late
-
-    def _copy(self, address: str, theirs: list[int], mine: list[int], until: float) -> None:
+    def _copy(self, address: str, theirs: list[int], mine: list[int], read: Read) -> None:
+        """The library writes into a buffer of this call's own: it may still do so long after everybody has given up."""
         match = ADDRESS.fullmatch(address)
         if match is None:
             raise TransferError(f"not an address of Mooncake's transfer engine: {address!r}")
         host, port, base = match.groups()
-        size, here, there = self._page_bytes, self.slots.ctypes.data, int(base, 16)
-        pages = max(1, PIECE_BYTES // size)
-        for start in range(0, len(mine), pages):
+        size, there = self._page_bytes, int(base, 16)
+        most = max(1, PIECE_BYTES // size)
+        buffer = np.empty((min(most, len(mine)), size), np.uint8)
+        here = buffer.ctypes.data
+        for start in range(0, len(mine), most):
+            slots = mine[start : start + most]
             engine = self._engine
-            if engine is None or time.monotonic() > until:
-                raise TransferError("the transfer's time is over")
-            to = [here + slot * size for slot in mine[start : start + pages]]
-            of = [there + slot * size for slot in theirs[start : start + pages]]
-            code = engine.batch_transfer_sync_read(f"{host}:{port}", to, of, [size] * len(to))
+            if engine is None or not read.wanted:
+                return
+            to = [here + size * i for i in range(len(slots))]
+            of = [there + size * slot for slot in theirs[start : start + most]]
+            code = engine.batch_transfer_sync_read(f"{host}:{port}", to, of, [size] * len(slots))
             if code != 0:
                 raise TransferError(f"{address} does not answer or has no such pages (error {code})")
-
-    async def idle(self) -> None:
-        if self._running:
-            await asyncio.wait(list(self._running))
+            with read.lock:
+                if not read.wanted:
+                    return
+                self.slots[slots] = buffer[: len(slots)]
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        await self.idle()
-        self._threads.shutdown()
-        await asyncio.to_thread(engine.unregister_memory, self.slots.ctypes.data)
+        if engine is not None:
+            engine.unregister_memory(self.slots.ctypes.data)
 
 
 def _open_engine(slots: np.ndarray, host: str) -> Any:

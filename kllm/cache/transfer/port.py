@@ -23,12 +23,8 @@ class KvTransfer(Protocol):
     async def read(self, address: str, theirs: Sequence[int], mine: Sequence[int], timeout_s: float) -> None:
         """Their page theirs[i] into slot mine[i], for all i. Off the event loop's thread.
 
-        Raises TransferError when not all have come within timeout_s seconds; then, and when it is cancelled, slots may
-        still be written to until idle() returns."""
-        ...
-
-    async def idle(self) -> None:
-        """Returns when nothing that was begun writes to this instance's slots any more."""
+        Raises TransferError when not all have come within timeout_s seconds. Once it has raised or was cancelled,
+        nothing is written to these slots any more; what they hold then is undefined."""
         ...
 
     async def close(self) -> None:

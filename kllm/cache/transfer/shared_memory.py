@@ -10,23 +10,22 @@ container's, is not mistaken for its owner.
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from kllm.cache.transfer.port import TransferError
+from kllm.cache.transfer.reads import Read, Reads
 
-READERS = 2  # threads; one copies faster than a core computes
 MOST_PAGES = 512  # of one system call, which takes 1,024 buffers at most
+PIECE_BYTES = 4 << 20  # of one system call: about a millisecond, for which whoever gives up waits
 PREFIX = "kllm-kv-"
 ADDRESS = re.compile(r"shm:(\d{1,10}):(\d{1,10}):([0-9a-f]{32})")
 
@@ -45,54 +44,43 @@ class SharedMemoryTransfer:
         os.ftruncate(self._fd, num_slots * page_bytes)
         memory = mmap.mmap(self._fd, num_slots * page_bytes)
         self.slots = np.frombuffer(memory, np.uint8).reshape(num_slots, page_bytes)
-        self._threads = ThreadPoolExecutor(READERS, "kv-transfer")
-        self._running: set[asyncio.Future[None]] = set()
+        self._reads = Reads()
         try:
             os.close(_open(self.address))
         except TransferError as error:
             raise ValueError(f"kv_transfer shm needs a /proc where processes see each other: {error}") from error
 
     async def read(self, address: str, theirs: Sequence[int], mine: Sequence[int], timeout_s: float) -> None:
-        until = time.monotonic() + timeout_s
-        loop = asyncio.get_running_loop()
-        copy = loop.run_in_executor(self._threads, self._copy, address, list(theirs), list(mine), until)
-        self._running.add(copy)
-        copy.add_done_callback(self._ended)
-        done, _ = await asyncio.wait([copy], timeout=timeout_s)
-        if not done:
-            raise TransferError(f"not read within {timeout_s:.2g} s")
-        copy.result()
+        await self._reads.run(address, partial(self._copy, address, list(theirs), list(mine)), timeout_s)
 
-    def _ended(self, copy: asyncio.Future[None]) -> None:
-        self._running.discard(copy)
-        if not copy.cancelled():
-            copy.exception()  # nobody waits for one that was late
-
-    def _copy(self, address: str, theirs: list[int], mine: list[int], until: float) -> None:
+    def _copy(self, address: str, theirs: list[int], mine: list[int], read: Read) -> None:
         fd = _open(address)
         try:
-            for first, last in _runs(theirs):
-                if time.monotonic() > until:
-                    raise TransferError("the transfer's time is over")
+            for first, last in self._runs(theirs):
                 pages = [memoryview(self.slots[slot]) for slot in mine[first:last]]
-                read = os.preadv(fd, pages, theirs[first] * self._page_bytes)
-                if read != self._page_bytes * len(pages):
+                with read.lock:
+                    if not read.wanted:
+                        return
+                    count = os.preadv(fd, pages, theirs[first] * self._page_bytes)
+                if count != self._page_bytes * len(pages):
                     raise TransferError("the peer has no such pages")
         except OSError as error:
             raise TransferError(f"cannot read from {address}: {error}") from error
         finally:
             os.close(fd)
 
-    async def idle(self) -> None:
-        if self._running:
-            await asyncio.wait(list(self._running))
+    def _runs(self, slots: list[int]) -> Iterator[tuple[int, int]]:
+        """(first, last) of consecutive slots, which one system call reads."""
+        most = min(MOST_PAGES, max(1, PIECE_BYTES // self._page_bytes))
+        breaks = [i for i, (one, following) in enumerate(pairwise(slots), 1) if following != one + 1]
+        for first, last in pairwise([0, *breaks, len(slots)]):
+            for start in range(first, last, most):
+                yield start, min(last, start + most)
 
     async def close(self) -> None:
         """The memory itself goes when nothing refers to `slots` any more."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            await self.idle()
-            self._threads.shutdown()
             os.close(fd)
 
 
@@ -123,11 +111,3 @@ def _check(fd: int, name: str) -> None:
     right = stat.S_ISREG(found.st_mode) and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{PREFIX}{name}")
     if not right or found.st_uid != os.geteuid():
         raise TransferError("the peer's memory belongs to another user, or is something else by now")
-
-
-def _runs(slots: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of consecutive slots, which one call reads."""
-    breaks = [i for i, (one, following) in enumerate(pairwise(slots), 1) if following != one + 1]
-    for first, last in pairwise([0, *breaks, len(slots)]):
-        for start in range(first, last, MOST_PAGES):
-            yield start, min(last, start + MOST_PAGES)

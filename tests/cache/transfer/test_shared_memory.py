@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from support.shared_owner import SharedOwner
+from support.slot_owner import SlotOwner
 
 from kllm.cache.transfer.port import TransferError
 from kllm.cache.transfer.shared_memory import SharedMemoryTransfer
@@ -37,7 +37,7 @@ def _target(fd: str) -> str:
 
 def test_pages_of_another_process() -> None:
     transfer = SharedMemoryTransfer(8, PAGE)
-    with SharedOwner(8, PAGE) as owner:
+    with SlotOwner("shm", 8, PAGE) as owner:
         read(transfer, owner.address, [2, 3, 4, 7, 0], [7, 0, 1, 2, 3])
         assert [int(page[0]) for page in transfer.slots] == [4, 5, 8, 1, 0, 0, 0, 3]
         assert all((page == page[0]).all() for page in transfer.slots)
@@ -51,7 +51,7 @@ def test_pages_of_another_process() -> None:
 def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
     transfer = SharedMemoryTransfer(4, PAGE)
     before = set(os.listdir("/dev/shm"))
-    with SharedOwner(4, PAGE) as owner:
+    with SlotOwner("shm", 4, PAGE) as owner:
         read(transfer, owner.address, [0], [0])
         owner.kill()
         with pytest.raises(TransferError, match="gone"):
@@ -63,7 +63,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
 
 
 def test_untouched_slots_take_no_memory() -> None:
-    with SharedOwner(1 << 20, 1 << 16) as owner:  # 64 GiB
+    with SlotOwner("shm", 1 << 20, 1 << 16) as owner:  # 64 GiB
         _, pid, fd, _ = owner.address.split(":")
         taken = os.stat(f"/proc/{pid}/fd/{fd}").st_blocks * 512
         assert taken <= 64 << 16
@@ -97,7 +97,7 @@ def test_another_process_with_the_same_number_is_not_mistaken_for_the_owner() ->
 
 def test_pages_that_are_not_there_and_time_that_is_over() -> None:
     transfer = SharedMemoryTransfer(4, PAGE)
-    with SharedOwner(4, PAGE) as owner:
+    with SlotOwner("shm", 4, PAGE) as owner:
         with pytest.raises(TransferError, match="no such pages"):
             read(transfer, owner.address, [3, 4], [0, 1])
         with pytest.raises(TransferError, match="no such pages"):
@@ -110,7 +110,7 @@ def test_pages_that_are_not_there_and_time_that_is_over() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_memory_of_another_user_is_not_read() -> None:
     transfer = SharedMemoryTransfer(4, PAGE)
-    with SharedOwner(4, PAGE, NOBODY) as owner, pytest.raises(TransferError, match="another user"):
+    with SlotOwner("shm", 4, PAGE, user=NOBODY) as owner, pytest.raises(TransferError, match="another user"):
         read(transfer, owner.address, [0], [0])
     asyncio.run(transfer.close())
 
