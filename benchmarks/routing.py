@@ -86,7 +86,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--routers", type=lambda text: text.split(","), default=list(ROUTERS))
-    parser.add_argument("--matrix", type=int, nargs="?", const=0, choices=(0, *MATRIX), help="instances; both by default")
+    parser.add_argument(
+        "--matrix", type=int, nargs="?", const=0, choices=(0, *MATRIX), help="instances; both by default"
+    )
     parser.add_argument("--again", type=lambda text: text.split(","), default=[], help="routers to measure again")
     for name in EXTRA:
         parser.add_argument("--" + name.replace("_", "-"), action="store_true")

@@ -1,17 +1,19 @@
 """SLO Load in virtual time: does 1 mean that the SLO is just missed, how early does it say so, and how often wrongly?
 
-    python benchmarks/slo_load.py [--instances 4] [--seconds 300] [--seeds 2] [--loads 0.4,0.6,…] [--routing cache-aware]
-                                  [--json] [--results FILE] [--page FILE]
+    python benchmarks/slo_load.py [--instances 2] [--seconds 240] [--seeds 2] [--loads 0.4,0.6,…]
+                                  [--routing cache-aware] [--json] [--results FILE]
 
-GLM-5.2 on 8 H200 an instance; made-up requests of uneven length (prompts of 8,000 tokens, outputs of 300, each varying
-by 80 %). The step times that instances really take deviate from every model's and are noisy; predictions come from what
-each instance has fitted online. One sample a second.
+GLM-5.2 on 8 H200 an instance; made-up requests whose lengths vary by 80 %. The step times that instances really take
+deviate from every model's and are noisy; predictions come from what each instance has fitted online.
 
-sweep   a steady Poisson load: mean SLO Load, beside the p90 that clients saw over the SLO; and where each crosses 1.
-bursts  load that comes in bursts above capacity: seconds from the first prediction of at least 1 to the first
-        measurement of at least 1, of every episode.
-alarms  of the same runs: samples whose prediction is at least 1 although no more than a tenth of the requests that
-        arrive in the next 10 s miss the SLO (false), and samples below 1 although more do (missed).
+steady   a Poisson load of prompts and outputs: mean SLO Load, beside the p90 that clients saw over the SLO; and at
+         which load each crosses 1.
+bursts   of long prompts, and of long outputs, above capacity: seconds from the first prediction of at least 1 to the
+         first measurement of at least 1, of every episode.
+alarms   in the same runs: samples whose prediction is at least 1 although no more than a tenth of the requests that
+         arrive in the next 10 s miss the SLO (false), and samples below 1 although more do (unseen).
+
+Figures go to benchmarks/results/slo_load.json.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import argparse
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,27 @@ WARM_UP = 0.2  # of a run, left out
 AHEAD_S = 10.0  # how far an alarm looks
 EPISODE_S = 30.0  # an alarm this long before a measurement belongs to it
 QUIET_S = 10.0  # below 1 for so long: the next time is another episode
-LOADS = [0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1]
+STEADY_FIGURES = ("load", "predicted", "measured", "clients_p90")
+LOADS = [0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+BURST_ON_S, BURST_OFF_S = 15.0, 45.0  # on average
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens, and the SLOs in milliseconds. burst: load while a burst lasts."""
+
+    prompt: int
+    output: int
+    ttft_ms: float
+    tpot_ms: float
+    burst: float = 0.0
+
+
+STEADY = Workload(prompt=8000, output=300, ttft_ms=500.0, tpot_ms=60.0)
+BURSTS = {
+    "long prompts": ("prefill", Workload(prompt=8000, output=100, ttft_ms=2000.0, tpot_ms=60.0, burst=1.6)),
+    "long outputs": ("decode", Workload(prompt=500, output=1500, ttft_ms=2000.0, tpot_ms=30.0, burst=2.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -54,28 +78,27 @@ class Tick:
     side: Side
 
 
-def configuration(arguments: argparse.Namespace, seed: int, **other: Any) -> SimulationConfig:
-    """Of a run; `other` wins."""
+def configuration(arguments: argparse.Namespace, work: Workload, seed: int, **other: Any) -> SimulationConfig:
     values = {
         "trace": "random",
         "instances": arguments.instances,
-        "input_len": 8000,
-        "output_len": 300,
+        "input_len": work.prompt,
+        "output_len": work.output,
         "length_spread": 0.8,
         "enable_prefix_caching": False,  # the prompts have nothing in common
         "routing": arguments.routing,
         "seed": seed,
         "start_s": 1.0,
-        "sample_every_s": 1.0,
-        "slo_ttft_ms": arguments.slo_ttft_ms,
-        "slo_tpot_ms": arguments.slo_tpot_ms,
+        "sample_every_s": 0.5,
+        "slo_ttft_ms": work.ttft_ms,
+        "slo_tpot_ms": work.tpot_ms,
     }
     return SimulationConfig.model_validate(values | other)
 
 
-def saturation(arguments: argparse.Namespace) -> float:
+def saturation(arguments: argparse.Namespace, work: Workload) -> float:
     """Requests a second that saturate the fleet."""
-    short = simulate(configuration(arguments, 0, num_prompts=200, request_rate=1.0))
+    short = simulate(configuration(arguments, work, 0, num_prompts=20, request_rate=1.0))
     return float(str(short.settings["saturation_rps"]))
 
 
@@ -118,22 +141,23 @@ def sweep_run(result: FleetResult) -> dict[str, Any]:
 
 def crossing(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     """Where the line through the points first reaches 1; None where it does not."""
-    points = list(zip(xs, ys, strict=True))
-    for (x, y), (next_x, next_y) in zip(points, points[1:], strict=False):
+    for (x, y), (next_x, next_y) in pairwise(zip(xs, ys, strict=True)):
         if y < 1.0 <= next_y:
             return x + (next_x - x) * (1.0 - y) / (next_y - y)
     return None
 
 
-def sweep(arguments: argparse.Namespace, top: float, progress: Progress) -> dict[str, Any]:
+def sweep(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """By side: rows of load and figures, and what they come to."""
     task = progress.add_task("steady load", total=len(arguments.loads) * arguments.seeds)
+    top = saturation(arguments, STEADY)
     rows = []
     for load in arguments.loads:
         runs = []
         for seed in range(arguments.seeds):
             rate = load * top
-            config = configuration(arguments, seed, request_rate=rate, num_prompts=round(rate * arguments.seconds))
+            count = round(rate * arguments.seconds)
+            config = configuration(arguments, STEADY, seed, request_rate=rate, num_prompts=count)
             runs.append(sweep_run(simulate(config)))
             progress.advance(task)
         rows.append((load, runs))
@@ -150,10 +174,7 @@ def summary_of(name: str, rows: Sequence[tuple[float, list[dict[str, Any]]]]) ->
     return {
         "rows": [{key: round(value, 3) for key, value in row.items()} for row in table],
         "correlation": _correlation([run["load"] for run in single], [run["clients_p90"] for run in single]),
-        "crosses_1": {
-            key: _rounded(crossing(offered, [row[key] for row in table]))
-            for key in ("load", "predicted", "measured", "clients_p90")
-        },
+        "crosses_1": {key: _rounded(crossing(offered, [row[key] for row in table])) for key in STEADY_FIGURES},
     }
 
 
@@ -191,50 +212,48 @@ def leads(samples: Sequence[Tick]) -> list[float | None]:
     return found
 
 
-def alarms(result: FleetResult, samples: Sequence[Tick], figure: str) -> dict[str, int]:
-    """Samples by (prediction, load) and what follows."""
-    counts = dict.fromkeys(("samples", "misses", "alarms", "false", "unseen", "load_alarms", "load_false", "load_unseen"), 0)
+def alarms(result: FleetResult, samples: Sequence[Tick], figure: str) -> Counter[str]:
+    """Samples by prediction, load (the larger of prediction and measurement), and what follows."""
+    counts: Counter[str] = Counter()
     for tick in samples:
         following = seen(result, figure, tick.at, tick.at + AHEAD_S)
         if not following:
             continue
         late = sum(value > tick.side.slo_s for value in following) > 0.1 * len(following)
-        predicted, load = tick.side.predicted >= 1.0, tick.side.load >= 1.0
-        counts["samples"] += 1
-        counts["misses"] += late
-        counts["alarms"] += predicted
-        counts["false"] += predicted and not late
-        counts["unseen"] += late and not predicted
-        counts["load_alarms"] += load
-        counts["load_false"] += load and not late
-        counts["load_unseen"] += late and not load
+        counts.update(samples=1, misses=late)
+        for name, value in (("predicted", tick.side.predicted), ("load", tick.side.load)):
+            alarm = value >= 1.0
+            counts.update({name: alarm, f"{name}_false": alarm and not late, f"{name}_unseen": late and not alarm})
     return counts
 
 
-def bursts(arguments: argparse.Namespace, top: float, progress: Progress) -> dict[str, Any]:
-    """Bursts of 20 s on average at 1.6 of saturation, and 40 s of nothing."""
-    task = progress.add_task("bursts", total=arguments.seeds)
-    found: dict[str, list[float | None]] = {name: [] for name, _ in SIDES.values()}
-    counts: dict[str, dict[str, int]] = {name: {} for name, _ in SIDES.values()}
-    rate = arguments.burst * top / 3
-    for seed in range(arguments.seeds):
-        config = configuration(
-            arguments,
-            seed,
-            request_rate=rate,
-            arrivals="bursty",
-            burst_on=20.0,
-            burst_off=40.0,
-            num_prompts=round(rate * 3 * arguments.seconds),
-        )
-        result = simulate(config)
-        for pool, (name, figure) in SIDES.items():
+def bursts(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """By kind of burst."""
+    task = progress.add_task("bursts", total=len(BURSTS) * arguments.seeds)
+    figures = {}
+    for name, (pool, work) in BURSTS.items():
+        found: list[float | None] = []
+        counts: Counter[str] = Counter()
+        share = BURST_ON_S / (BURST_ON_S + BURST_OFF_S)
+        rate = work.burst * share * saturation(arguments, work)
+        for seed in range(arguments.seeds):
+            config = configuration(
+                arguments,
+                work,
+                seed,
+                request_rate=rate,
+                arrivals="bursty",
+                burst_on=BURST_ON_S,
+                burst_off=BURST_OFF_S,
+                num_prompts=round(2 * rate * arguments.seconds),
+            )
+            result = simulate(config)
             samples = ticks(result, pool)
-            found[name] += leads(samples)
-            for key, value in alarms(result, samples, figure).items():
-                counts[name][key] = counts[name].get(key, 0) + value
-        progress.advance(task)
-    return {name: {"lead": lead_figures(found[name]), "alarms": alarm_figures(counts[name])} for name in found}
+            found += leads(samples)
+            counts.update(alarms(result, samples, SIDES[pool][1]))
+            progress.advance(task)
+        figures[name] = {"side": SIDES[pool][0], "lead": lead_figures(found), "alarms": alarm_figures(counts)}
+    return figures
 
 
 def lead_figures(found: Sequence[float | None]) -> dict[str, Any]:
@@ -248,42 +267,56 @@ def lead_figures(found: Sequence[float | None]) -> dict[str, Any]:
     }
 
 
-def alarm_figures(counts: dict[str, int]) -> dict[str, Any]:
-    """Shares: false of the alarms, unseen of the samples that misses follow; and those of the load itself."""
+def alarm_figures(counts: Counter[str]) -> dict[str, Any]:
+    """false: share of the alarms. unseen: share of the samples that misses follow."""
 
-    def share(part: str, whole: str) -> float | None:
-        return round(counts[part] / counts[whole], 3) if counts[whole] else None
+    def share(part: int, whole: int) -> float | None:
+        return round(part / whole, 3) if whole else None
 
-    return counts | {
-        "false_share": share("false", "alarms"),
-        "unseen_share": share("unseen", "misses"),
-        "load_false_share": share("load_false", "load_alarms"),
-        "load_unseen_share": share("load_unseen", "misses"),
+    return {"samples": counts["samples"], "misses": counts["misses"]} | {
+        name: {
+            "alarms": counts[name],
+            "false": share(counts[f"{name}_false"], counts[name]),
+            "unseen": share(counts[f"{name}_unseen"], counts["misses"]),
+        }
+        for name in ("predicted", "load")
     }
+
+
+def show(figures: dict[str, Any], console: Console) -> None:
+    table = Table(title="steady load", title_justify="left")
+    for column in ("side", "offered", "load", "predicted", "measured", "clients' p90 / SLO"):
+        table.add_column(column, justify="left" if column == "side" else "right")
+    for side, found in figures["steady"].items():
+        for row in found["rows"]:
+            table.add_row(side, *(f"{row[key]:.2f}" for key in ("offered", *STEADY_FIGURES)))
+        crossings = (found["crosses_1"][key] for key in STEADY_FIGURES)
+        table.add_row(side, "crosses 1 at", *("-" if value is None else f"{value:.2f}" for value in crossings))
+    console.print(table)
+    for name, found in figures["bursts"].items():
+        console.print(f"bursts of {name} ({found['side']}): {found['lead']}, {found['alarms']}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--loads", type=lambda text: [float(part) for part in text.split(",")], default=LOADS)
-    parser.add_argument("--burst", type=float, default=1.6, help="load during a burst")
     parser.add_argument("--routing", default="cache-aware")
-    parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
-    parser.add_argument("--slo-tpot-ms", type=float, default=60.0)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file that keeps the figures")
     arguments = parser.parse_args()
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        top = saturation(arguments)
-        steady = sweep(arguments, top, progress)
-        burst = bursts(arguments, top, progress)
-    figures = {"saturation_rps": round(top, 3), "steady": steady, "bursts": burst}
+        figures = {"steady": sweep(arguments, progress), "bursts": bursts(arguments, progress)}
+    settings = {"instances": arguments.instances, "seconds": arguments.seconds, "seeds": arguments.seeds}
+    kept = {"settings": settings | {"routing": arguments.routing}} | figures
+    arguments.results.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    show(figures, console)
     if arguments.json:
-        print(json.dumps(figures, indent=1))
+        print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -168,6 +168,18 @@ class EngineConfig(Config):
         description="How often a request that does not fit into the KV cache may be passed by later ones; then room is "
         "kept for it. 0: never.",
     )
+    tpot_target_ms: float | None = Field(
+        None,
+        gt=0,
+        description="Time-sliced separation: prompts compute in slices of their own, as long as every request's mean "
+        "time per output token stays below so many ms. By default they share steps with requests that decode.",
+    )
+    prefill_every: int = Field(
+        128,
+        ge=2,
+        description="tpot_target_ms: tokens that a request gets from one slice to the next. More: pauses are rarer and "
+        "longer, and prompts wait longer.",
+    )
     pipeline_depth: int | None = Field(
         None,
         ge=1,

@@ -118,9 +118,7 @@ def _ratios(ratios: dict[str, float]) -> str:
 
 def _section(title: str, part: dict[str, Any]) -> str:
     tables = "".join(_table(load, by_router) for load, by_router in part["by_load"].items())
-    return (
-        f"<section class='card'><h2>{escape(title)}<small>{part['requests']} requests</small></h2>{tables}</section>"
-    )
+    return f"<section class='card'><h2>{escape(title)}<small>{part['requests']} requests</small></h2>{tables}</section>"
 
 
 def _table(load: str, by_router: dict[str, Any]) -> str:

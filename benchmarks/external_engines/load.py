@@ -64,7 +64,7 @@ async def run_load(
     )
     await gateway.start()
     try:
-        while not all(load.sequence for load in gateway.loads):
+        while not all(load.sequence for load in gateway.loads):  # noqa: ASYNC110 - nothing else tells
             await asyncio.sleep(0.1)
         for cleared in await gateway.clear_cache():
             if not cleared.complete:

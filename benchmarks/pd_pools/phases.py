@@ -18,10 +18,11 @@ from kllm.workload.arrivals import poisson_arrivals
 from kllm.workload.trace_readers import BLOCK_TOKENS
 
 PREFILL, DECODE = 4, 4
-PHASE_S, CYCLES = 20.0, 2
-PROMPTS = {"input": (8_000, 24_000), "output": (20, 100)}  # a burst of long prompts
-OUTPUTS = {"input": (256, 1_024), "output": (200, 600)}  # and one of long outputs
-MAX_NUM_SEQS = 64
+PHASE_S, CYCLES = 15.0, 2
+PROMPTS = {"input": (4_000, 28_000), "output": (20, 100)}  # a burst of long prompts
+OUTPUTS = {"input": (256, 1_024), "output": (50, 350)}  # and one of long outputs
+ENGINE = {"max_num_seqs": 64, "block_size": 256, "start_s": 1.0}
+ROWS = 18  # that decode within the SLO
 LOADS = (0.7, 0.9, 1.1)
 SEEDS = 3
 FLEETS: dict[str, dict[str, Any]] = {
@@ -56,7 +57,7 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 def configuration(trace: str, fleet: dict[str, Any], seed: int) -> SimulationConfig:
     size = {"instances": PREFILL + DECODE} if "routing" in fleet else {"prefill": PREFILL, "decode": DECODE}
-    rest = {"trace": trace, "seed": seed, "max_num_seqs": MAX_NUM_SEQS, "start_s": 1.0}
+    rest = {"trace": trace, "seed": seed} | ENGINE
     return SimulationConfig.model_validate(size | rest | fleet)
 
 
@@ -66,7 +67,7 @@ def rates() -> tuple[float, float]:
     for kind in (PROMPTS, OUTPUTS):
         made = {"trace": "random", "num_prompts": 64, "prefill": PREFILL, "decode": DECODE}
         lengths = {"input_len": sum(kind["input"]) // 2, "output_len": sum(kind["output"]) // 2}
-        config = SimulationConfig.model_validate(made | lengths | {"max_num_seqs": MAX_NUM_SEQS})
+        config = SimulationConfig.model_validate(made | lengths | {"max_num_seqs": ROWS})
         found.append(saturation_rps(config))
     return found[0], found[1]
 

@@ -10,7 +10,7 @@ from kllm.simulation.run import simulate
 from kllm.simulation.summary import summarise
 from kllm.telemetry.statistics import Slo
 
-SLO = Slo(ttft_ms=4000.0, tpot_ms=40.0)
+SLO = Slo(ttft_ms=1000.0, tpot_ms=15.0)
 
 Figures = dict[str, float]
 

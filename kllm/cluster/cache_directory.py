@@ -58,6 +58,7 @@ class CacheDirectory:
         self._expected = [PrefixIndex(EXPECTED_BLOCKS, instances) for _ in range(2)]
         self._turned_at = 0.0
         self._sequence: list[int | None] = [None] * instances  # of the last report; None: its dump has not come
+        self._unasked: set[int] = set()  # of whom nothing is known because the table was replaced
         self._gaps = [0] * instances
         self._dumps = [0] * instances
         self._unreported = [0] * instances
@@ -99,11 +100,17 @@ class CacheDirectory:
         """A new incarnation. others: blocks of the instances that are there, this one included."""
         self.grow(instance + 1)
         self.left(instance)
-        wanted = min(LARGEST, 2 * others)
-        if wanted > self._capacity:  # a larger table is empty: all are asked again
-            self._capacity = wanted
-            self._index = PrefixIndex(wanted, self._instances)
-            self._sequence = [None] * self._instances
+        self._unasked.discard(instance)
+        if min(LARGEST, others) > self._capacity:
+            self._enlarge(min(LARGEST, others))
+            self._unasked.clear()  # the gateway asks all of whom nothing is known
+
+    def _enlarge(self, capacity: int) -> None:
+        """A larger table is empty: all have to say again what they have."""
+        self._capacity = capacity
+        self._index = PrefixIndex(capacity, self._instances)
+        self._unasked = {instance for instance, last in enumerate(self._sequence) if last is not None}
+        self._sequence = [None] * self._instances
 
     def grow(self, instances: int) -> None:
         """There are more slots from now on."""
@@ -121,6 +128,7 @@ class CacheDirectory:
             expected.leave(instance)
         self._sequence[instance] = None
         self._unreported[instance] = 0
+        self._unasked.discard(instance)
 
     def knows(self, instance: int) -> bool:
         return self._sequence[instance] is not None
@@ -128,6 +136,9 @@ class CacheDirectory:
     def heard(self, instance: int, report: CacheReport) -> bool:
         """False if something is missing: the instance must be asked for a dump."""
         last = self._sequence[instance]
+        if instance in self._unasked:
+            self._unasked.discard(instance)
+            return False
         if isinstance(report, EngineLoad):
             return last is None or report.cache_sequence <= last or self._lose(instance)
         if isinstance(report, CacheDump):
@@ -147,6 +158,10 @@ class CacheDirectory:
         self._unreported[instance] = 0
         for change in report.changes:
             self._apply(instance, change)
+        if self._index.num_refused and self._capacity < LARGEST:  # host memory holds more than devices do
+            self._enlarge(min(LARGEST, 2 * self._capacity))
+            self._unasked.discard(instance)
+            return False
         return True
 
     def _lose(self, instance: int) -> bool:

@@ -13,6 +13,7 @@ from kllm.request import Request
 
 FETCH_L2, FETCH_L3 = 0.05, 0.15  # of computing a token: what bringing it up from below costs
 DECODING = 24.0  # prompt tokens that a request which decodes delays a prompt by
+DELAY = 0.05  # of computing a token: what it costs each request that is there and has to wait for it
 NOISE = 0.02  # of the prompt: scores that close are equal, and drawn
 
 
@@ -52,17 +53,22 @@ class Weighing:
 
 
 class CacheAware(Weighing):
-    """The instance with the least predicted time to first token, in prompt tokens to compute:
+    """The least sum of what the request has to wait for and of what others there have to wait for, in prompt tokens:
 
-        what it has to prefill before + own tokens it lacks + fetching those below its device + its decoding requests
+        what it has to prefill before
+        + own tokens that it lacks * (1 + DELAY for each request there) + fetching those below its device
+        + DECODING for each request there
 
+    The second line's factor is the delay that a prefill is to those that decode meanwhile: a long prompt goes where few
+    are, and what one instance has cached is worth more the busier all are, since less is computed at all.
     A hot prefix spreads by itself: when those that have it are so busy that computing it elsewhere is quicker, it is
     computed elsewhere. The gateway counts at once what it assigns, so that a burst is spread although no report came.
     """
 
     def score(self, prompt: int, candidate: Candidate) -> float:
         fetched = FETCH_L2 * (candidate.l2 - candidate.l1) + FETCH_L3 * (candidate.l3 - candidate.l2)
-        return candidate.prefilling + prompt - candidate.l3 + fetched + DECODING * candidate.assigned
+        lacking = (prompt - candidate.l3) * (1.0 + DELAY * candidate.assigned)
+        return candidate.prefilling + lacking + fetched + DECODING * candidate.assigned
 
     def margin(self, prompt: int) -> float:
         return NOISE * prompt

@@ -18,23 +18,22 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from kllm.cluster.admission import CompletionRate, QueueFull, Unavailable, admit
 from kllm.cluster.cache_clearing import CLEAR_TIMEOUT_S, ClearedInstance, clear_caches
 from kllm.cluster.cache_directory import CacheDirectory, CacheReport, prompt_hashes
-from kllm.cluster.degradation import GRADES, Degradation, queue_limit
+from kllm.cluster.capacity_watch import CapacityWatch
 from kllm.cluster.instance_handle import InstanceFailed
+from kllm.cluster.instances import Instances
 from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.placement import Place, Placement
 from kllm.cluster.pool_routing import GlobalPools, PoolPolicy
-from kllm.cluster.prefix_index import MOST_INSTANCES, Hashes
+from kllm.cluster.prefix_index import Hashes
 from kllm.cluster.request_stream import End, Gap, HeldKv, RequestStream
 from kllm.cluster.routing import LeastLoaded, Router
 from kllm.cluster.routing_log import RoutingLog
 from kllm.cluster.slo_load import SloLoad
 from kllm.cluster.slo_snapshot import SloLimits, SloSnapshot
-from kllm.cluster.slot import Limits, Slot, SlotEvents, add_counters
+from kllm.cluster.slot import Limits, Slot, SlotEvents
 from kllm.cluster.trial import Trial
 from kllm.messages import EngineLoad, Hello, PrefillDone, Role, Starting
 from kllm.request import Delta, InvalidRequest, Request
@@ -47,7 +46,6 @@ RETRY_OUTAGE_S = 5  # Retry-After while no instance is ready
 MAX_LOSSES = 20  # attempts in a row that yield nothing because messages are lost, before a request ends with an error
 LEAVE_TIMEOUT_S = 30.0  # for what runs on an instance to end, before it is taken out
 ROLE_TIMEOUT_S = 30.0  # for what runs on an instance to end, before it is used for something else
-TICK_S = 1.0  # between looks at SLO Load
 IDS_REMEMBERED = 65_536  # ids of ended requests whose attempts go on where they were if the id is used again
 
 
@@ -98,8 +96,7 @@ class Gateway:
         self._placement = Placement(router, pools or GlobalPools(rng), self._directory)
         self.routing = RoutingLog()
         self.slo = SloLoad(slo)
-        self._degradation = Degradation() if degrade else None
-        self._ticking: asyncio.Task[None] | None = None
+        self._degrade = degrade
         self._max_queue = max_queue
         self._max_attempts = max_attempts
         self._max_outage = max_outage
@@ -128,11 +125,11 @@ class Gateway:
             over=self._on_over,
             gave_up=self._on_gave_up,
             needed=lambda: bool(self._table) or not self._draining,
-            unfit=self._unfit,
+            unfit=lambda hello: self._instances.unfit(hello),
         )
-        self._new_slot = functools.partial(Slot, limits=limits, rng=rng, events=events)
-        self._slots = [self._new_slot(index, launcher) for index, launcher in enumerate(launchers)]
-        self._retired = EngineLoad()  # counters of slots that were taken out and filled again
+        self._instances = Instances(functools.partial(Slot, limits=limits, rng=rng, events=events), launchers)
+        self._slots = self._instances.slots
+        self._capacity = CapacityWatch(self._instances, self.slo, max_queue)
 
     # --- what can be seen ---
 
@@ -144,7 +141,7 @@ class Gateway:
     @property
     def healthy(self) -> bool:
         """False once every slot has given up restarting: only a new gateway helps."""
-        return not all(slot.gave_up for slot in self._slots)
+        return self._instances.healthy
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -162,31 +159,17 @@ class Gateway:
     @property
     def loads(self) -> list[EngineLoad]:
         """The latest report of every slot's instance; zeros where there is none."""
-        return [slot.load for slot in self._slots]
+        return self._instances.loads
 
     @property
     def load(self) -> EngineLoad:
         """The reports of all instances as one: sums, and means of the shares of KV blocks."""
-        total = EngineLoad()
-        for load in self.loads:
-            total = add_counters(total, load)
-        loads, ready = self.loads, max(1, sum(slot.hello is not None for slot in self._slots))
-        return msgspec.structs.replace(
-            total,
-            running=sum(load.running for load in loads),
-            waiting=sum(load.waiting for load in loads),
-            blocked=sum(load.blocked for load in loads),
-            kv_usage=sum(load.kv_usage for load in loads) / ready,
-            kv_cached=sum(load.kv_cached for load in loads) / ready,
-        )
+        return self._instances.load
 
     @property
     def totals(self) -> EngineLoad:
         """The counters of EngineLoad, over all slots and incarnations."""
-        total = self._retired
-        for slot in self._slots:
-            total = add_counters(total, slot.totals)
-        return total
+        return self._instances.totals
 
     @property
     def trips(self) -> int:
@@ -196,23 +179,11 @@ class Gateway:
     @property
     def grade(self) -> int:
         """Of degradation: 0, nothing is given up, to 3."""
-        return 0 if self._degradation is None else self._degradation.grade
-
-    async def _tick(self, degradation: Degradation) -> None:
-        """Every second: whether capacity is short, and what is given up for it."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            load = max((pool.side.load for pool in self.slo_snapshot().pools.values()), default=0.0)
-            if degradation.update(asyncio.get_running_loop().time(), load):
-                grade = degradation.grade
-                logger.warning("SLO Load is %.2f: degradation grade %d (%s)", load, grade, GRADES[grade])
-                for slot in self._slots:
-                    slot.set_grade(grade)
+        return self._capacity.grade
 
     def slo_snapshot(self) -> SloSnapshot:
         """SLO Load now. Costs some microseconds for each request in flight: for ticks, not for requests."""
-        reports = [slot.report() for slot in self._slots if slot.ready]
-        return self.slo.snapshot(asyncio.get_running_loop().time(), reports)
+        return self._capacity.snapshot()
 
     def check(self) -> None:
         """Every accepted request is in one place or has ended once."""
@@ -252,7 +223,7 @@ class Gateway:
         info = self._info_if_available()
         request_id = request.request_id
         in_flight = len(self._table)
-        if in_flight >= self._limit(request.priority):
+        if in_flight >= self._capacity.limit(request.priority):
             now, grade = asyncio.get_running_loop().time(), self.grade if in_flight < self._max_queue else 0
             raise QueueFull(in_flight, self._rate.seconds_for(max(1.0, in_flight / 10), now), grade)
         if request_id in self._table:
@@ -271,13 +242,6 @@ class Gateway:
         self._dispatch()
         return stream
 
-    def _limit(self, priority: int) -> int:
-        """Requests in flight beyond which one of this priority is refused."""
-        if self.grade < 2:
-            return self._max_queue
-        at_once = sum(slot.hello.max_num_seqs for slot in self._slots if slot.hello is not None)
-        return queue_limit(self.grade, priority, self._max_queue, at_once)
-
     def _info_if_available(self) -> Hello:
         if not self.healthy:
             raise Unavailable(f"the model's instance keeps failing: {self._slots[0].error}")
@@ -292,11 +256,9 @@ class Gateway:
 
     def _dispatch(self) -> None:
         """Submit what waits, as far as there are instances that may take it."""
-        ready = [slot for slot in self._slots if slot.ready]
+        ready = self._instances.willing()
         if not ready:
             return
-        if len(ready) > 1:
-            ready = [slot for slot in ready if not (slot.quiet or slot.resting)] or ready
         now = asyncio.get_running_loop().time()
         sick = any(slot.breaker.state(now) != "closed" for slot in ready)
         reserved = self._trial.reserve(ready)
@@ -450,8 +412,8 @@ class Gateway:
     async def start(self) -> Hello:
         """Launch all instances and wait until one is ready; the others join when they are. Raises InstanceFailed with
         the first instance's own message if none can start."""
-        if self._degradation is not None:
-            self._ticking = asyncio.create_task(self._tick(self._degradation))
+        if self._degrade:
+            self._capacity.start()
         for slot in self._slots:
             slot.open()
         try:
@@ -470,15 +432,7 @@ class Gateway:
 
     def add_instance(self, launcher: InstanceLauncher) -> Slot:
         """One more instance, from now on. Raises ValueError where there is no room."""
-        index = next((slot.index for slot in self._slots if slot.vacant), len(self._slots))
-        if index >= MOST_INSTANCES:
-            raise ValueError(f"a gateway has room for {MOST_INSTANCES} instances")
-        slot = self._new_slot(index, launcher)
-        if index < len(self._slots):
-            self._retired = add_counters(self._retired, self._slots[index].totals)
-            self._slots[index] = slot
-        else:
-            self._slots.append(slot)
+        slot = self._instances.add(launcher)
         if self._directory is not None:
             self._directory.grow(len(self._slots))
         if not self._draining:
@@ -488,31 +442,13 @@ class Gateway:
     async def remove_instance(self, index: int, timeout: float = LEAVE_TIMEOUT_S) -> None:
         """Take an instance out: it gets nothing new, and `timeout` seconds to end what it has; the rest goes elsewhere.
         Raises KeyError for one that is not there."""
-        slot = next((slot for slot in self._slots if slot.index == index and not slot.left), None)
-        if slot is None:
-            raise KeyError(index)
+        slot = self._instances.find(index)
         await slot.leave(timeout)
 
-    def _unfit(self, hello: Hello) -> str | None:
-        """Why an instance cannot serve beside the others."""
-        for other in self._slots:
-            there = other.hello
-            if there is not None and there.vocab_size and hello.vocab_size and there.vocab_size != hello.vocab_size:
-                return (
-                    f"it serves another model ({hello.model}, a vocabulary of {hello.vocab_size} tokens) than instance "
-                    f"{other.index} ({there.model}, {there.vocab_size})"
-                )
-        return None
-
     def _on_ready(self, slot: Slot) -> None:
-        hellos = [slot.hello for slot in self._slots if slot.hello is not None]
-        self.info = msgspec.structs.replace(
-            hellos[0],
-            max_model_len=min(hello.max_model_len for hello in hellos),
-            num_blocks=min(hello.num_blocks for hello in hellos),
-        )
+        self.info = self._instances.common()
         self._watch_cache(slot)
-        logger.info("instance %d is ready (%d of %d)", slot.index, len(hellos), len(self._slots))
+        logger.info("instance %d is ready (%d of %d)", slot.index, len(self._instances.hellos), len(self._slots))
         self._settled.set()
         self._dispatch()
 
@@ -520,7 +456,7 @@ class Gateway:
         """A new instance: what does it cache?"""
         if self._directory is None or slot.hello is None:
             return
-        held = sum(other.hello.num_blocks for other in self._slots if other.hello is not None)
+        held = sum(hello.num_blocks for hello in self._instances.hellos)
         self._directory.joined(slot.index, slot.hello, held)
         for other in self._slots:
             if other.hello is not None and not self._directory.knows(other.index):
@@ -559,9 +495,7 @@ class Gateway:
 
         It gets nothing new meanwhile. What has not ended after `timeout` seconds goes on there beside its new work.
         Whether the instance has said that it has the role. Raises KeyError for a slot that does not exist."""
-        slot = next((slot for slot in self._slots if slot.index == index), None)
-        if slot is None:
-            raise KeyError(index)
+        slot = self._instances.find(index)
         return await slot.change_role(role, 1 + max(slot.term for slot in self._slots), timeout)
 
     async def clear_cache(self, store: bool = False, timeout: float = CLEAR_TIMEOUT_S) -> list[ClearedInstance]:
@@ -590,8 +524,7 @@ class Gateway:
         await self._close_slots()
 
     async def _close_slots(self) -> None:
-        if self._ticking is not None:
-            self._ticking.cancel()
+        self._capacity.stop()
         await asyncio.gather(*(slot.close() for slot in self._slots))
 
     def _abort_all(self) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from kllm.cluster.fleet_config import Entry, FleetConfig, RemoteInstanceEntry, name_of
+from kllm.cluster.external.launcher import ExternalLauncher
+from kllm.cluster.fleet_config import Entry, FleetConfig, FleetConfigError, RemoteInstanceEntry, name_of
 from kllm.cluster.gateway import LEAVE_TIMEOUT_S, Gateway
 from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.launchers.remote import RemoteLauncher
@@ -18,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 def make_launcher(entry: Entry, key: FleetKey | None) -> InstanceLauncher:
-    """Raises AddressError."""
+    """Raises AddressError or FleetConfigError."""
     if isinstance(entry, RemoteInstanceEntry):
         return RemoteLauncher(entry.address, key)
-    from kllm.cluster.external.launcher import ExternalLauncher
-
-    return ExternalLauncher(entry)
+    try:
+        return ExternalLauncher(entry)
+    except ValueError as error:
+        raise FleetConfigError(f"the external engine {entry.url}: {error}") from error
 
 
 class Membership:
@@ -40,26 +42,28 @@ class Membership:
 
     async def change(self, entries: Sequence[Entry], key: FleetKey | None, timeout: float = LEAVE_TIMEOUT_S) -> None:
         """From now on the instances are these: new ones join, those that are missing finish what they have and leave,
-        at most `timeout` seconds later. One whose entry has changed leaves and joins, unless only its role did."""
+        at most `timeout` seconds later. One whose entry has changed leaves and joins, unless only its role did.
+        Raises FleetConfigError, before anything has changed, or ValueError where there is no room."""
         async with self._changing:
             wanted = {name_of(entry): entry for entry in entries}
+            launchers = {name: make_launcher(entry, key) for name, entry in wanted.items()}
             leaving: list[Slot] = []
             for name, (entry, slot) in list(self._members.items()):
                 if not _same_place(entry, wanted.get(name)):
                     leaving.append(slot)
                     del self._members[name]
-            changed = [(entry, self._keep_or_join(name, entry, key)) for name, entry in wanted.items()]
+            changed = [(entry, self._keep_or_join(name, entry, launchers[name])) for name, entry in wanted.items()]
             work = [self._leave(slot, timeout) for slot in leaving]
             work += [
                 self._change_role(entry.role, slot) for entry, slot in changed if isinstance(entry, RemoteInstanceEntry)
             ]
             await asyncio.gather(*work)
 
-    def _keep_or_join(self, name: str, entry: Entry, key: FleetKey | None) -> Slot:
+    def _keep_or_join(self, name: str, entry: Entry, launcher: InstanceLauncher) -> Slot:
         known = self._members.get(name)
         if known is None:
             logger.info("%s joins", name)
-            slot = self._gateway.add_instance(make_launcher(entry, key))
+            slot = self._gateway.add_instance(launcher)
         else:
             slot = known[1]
         self._members[name] = (entry, slot)

@@ -100,12 +100,6 @@ def prefill_seconds(candidate: Candidate, times: StepTimes, tokens: int) -> floa
     return compute * times.new_token + steps * step_seconds(candidate, times, tokens)
 
 
-def mixed_step_seconds(candidate: Candidate, times: StepTimes, tokens: int) -> float:
-    """The longest of its steps if it prefills a prompt of so many tokens beside what it decodes."""
-    compute = min(ahead(candidate) + lacking(candidate, tokens), candidate.chunk_tokens or CHUNK_TOKENS)
-    return compute * times.new_token + step_seconds(candidate, times, tokens)
-
-
 def transfer_seconds(candidate: Candidate, times: StepTimes, tokens: int, cost: TransferCost) -> float:
     """Until the KV of so many tokens is on its device. Only whole blocks that neither device nor host memory has
     travel."""

@@ -21,12 +21,12 @@ from kllm.cluster.pool_prediction import (
     TransferCost,
     decode_seconds,
     fullness,
-    mixed_step_seconds,
     outputs_ahead,
     prefill_seconds,
     step_seconds,
     transfer_seconds,
 )
+from kllm.cluster.pool_pauses import Pauses
 from kllm.cluster.routing import Candidate
 from kllm.request import Request
 
@@ -69,7 +69,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """tpot_slo_s: seconds per output that nobody at a D should see more of. high_water: share of a D's KV blocks beyond
     which it is full. horizon: outputs that a request is expected to have, unless its own limit is less.
     transfer: None: neither what KV a D has nor what bringing it costs is weighed.
-    conditional: a prompt may be prefilled by a D that then keeps it."""
+    conditional: a request may stay where it is prefilled."""
 
     tpot_slo_s: float = 0.06
     high_water: float = 0.9
@@ -90,8 +90,9 @@ class GlobalPools:
     a second of this request's. Guards come first: a D that would be beyond its high water, or without a place, is
     chosen only if all are (then the least full); one whose steps would be beyond the SLO only if those of all are.
 
-    A D keeps a prompt to prefill it itself where that makes the sum of both stages less, as long as its longest step
-    with it stays within the SLO: so only what lacks little is.
+    A request stays with a D that prefills it itself where that makes the sum of both stages less and those who decode
+    there can bear it (Pauses): a prompt that lacks little, or one now and then where a D has little to do. Where no D
+    can take another within the SLO, it may stay with a P that can.
 
     A hot prefix spreads by itself: when those that have it are so busy that another would be quicker, it is computed
     there too. Scores within NOISE of the least are equal, and one is drawn.
@@ -101,6 +102,7 @@ class GlobalPools:
 
     def __init__(self, rng: random.Random | None = None, settings: PoolSettings | None = None) -> None:
         self.settings = settings or PoolSettings()
+        self._pauses = Pauses()
         self._rng = rng or random.Random(0)
 
     def arrive(
@@ -113,7 +115,7 @@ class GlobalPools:
         stays = any(c.index == chosen for c in decode)
         choice = Choice(chosen, bool(decode) and not stays, "least time to first token", scores)
         if choice.separate and self.settings.conditional:
-            return self._kept(request, outputs, choice, decode, times) or choice
+            return self._kept(request, outputs, choice, prefill, decode, times) or choice
         return choice
 
     def handed_over(self, request: Request, outputs: int, source: int, decode: Sequence[Candidate]) -> Choice:
@@ -135,34 +137,47 @@ class GlobalPools:
         return cost + transfer_seconds(candidate, times.of(candidate), tokens, self.settings.transfer)
 
     def _kept(
-        self, request: Request, outputs: int, separated: Choice, decode: Sequence[Candidate], times: Times
+        self,
+        request: Request,
+        outputs: int,
+        separated: Choice,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+        times: Times,
     ) -> Choice | None:
-        """That a D prefills it and keeps it, if that is better than to separate it."""
+        """That the request stays where it is prefilled, if that is better than to separate it."""
         tokens = len(request.prompt_token_ids) + outputs
-        slo = self.settings.tpot_slo_s
-        roomy = [c for c in decode if fullness(c, tokens) <= self.settings.high_water]
-        able = [c for c in roomy if mixed_step_seconds(c, times.of(c), tokens) <= slo]
-        if not able:
-            return None
         expected = outputs_ahead(request, outputs, self.settings.horizon)
-        apart = min(self.decoding_cost(c, times, tokens, expected, False) for c in roomy)
-        apart += min(score for _, score in separated.scores)
-        scores = [
-            (
-                c.index,
-                prefill_seconds(c, times.of(c), tokens) + decode_seconds(c, times.of(c), tokens, expected),
-            )
-            for c in able
-        ]
-        if min(score for _, score in scores) >= apart:
+        apart = min(score for _, score in separated.scores)
+        apart += min(self.decoding_cost(c, times, tokens, expected, False) for c in decode)
+        slo, quick = self.settings.tpot_slo_s, self._quick(self._roomy(decode, tokens), times, tokens)
+        able = [c for c in quick if self._pauses.bears(c, times.of(c), tokens, slo)]
+        if not quick:
+            calm = self._quick(self._roomy(prefill, tokens), times, tokens)
+            able += [c for c in calm if self._pauses.bears(c, times.of(c), tokens, slo)]
+        scores = [(c.index, self._staying_cost(c, times, tokens, expected)) for c in able]
+        if not scores or min(score for _, score in scores) >= apart:
             return None
-        scores.append((separated.index, apart))
-        return Choice(self._least(scores[:-1]), False, "prefilled where it decodes: quicker than two stages", scores)
+        chosen = self._least(scores)
+        kept = next(c for c in able if c.index == chosen)
+        self._pauses.taken(kept, times.of(kept), tokens, slo)
+        return Choice(chosen, False, f"it stays: quicker than {apart:.3f} s in two stages", scores)
 
-    def _able(self, decode: Sequence[Candidate], times: Times, tokens: int) -> tuple[Sequence[Candidate], str]:
+    @staticmethod
+    def _staying_cost(candidate: Candidate, times: Times, tokens: int, expected: int) -> float:
+        own = times.of(candidate)
+        return prefill_seconds(candidate, own, tokens) + decode_seconds(candidate, own, tokens, expected)
+
+    def _roomy(self, candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
+        return [c for c in candidates if fullness(c, tokens) <= self.settings.high_water]
+
+    def _quick(self, candidates: Sequence[Candidate], times: Times, tokens: int) -> list[Candidate]:
+        return [c for c in candidates if step_seconds(c, times.of(c), tokens) <= self.settings.tpot_slo_s]
+
+    def _able(self, decode: Sequence[Candidate], times: Times, tokens: int) -> tuple[list[Candidate], str]:
         """Those that pass the guards, and how they are weighed; none if all are full."""
-        roomy = [c for c in decode if fullness(c, tokens) <= self.settings.high_water]
-        quick = [c for c in roomy if step_seconds(c, times.of(c), tokens) <= self.settings.tpot_slo_s]
+        roomy = self._roomy(decode, tokens)
+        quick = self._quick(roomy, times, tokens)
         if quick:
             return quick, "least delay, of it and of those there"
         return roomy, "least delay, though steps are beyond the SLO everywhere"

@@ -59,11 +59,10 @@ class _Open:
 class _Measured:
     """What was measured lately at one instance, or at all."""
 
-    __slots__ = ("ends", "tokens", "tpot", "ttft")
+    __slots__ = ("tokens", "tpot", "ttft")
 
     def __init__(self) -> None:
         self.ttft, self.tpot = Window(WINDOW_S), Window(WINDOW_S)
-        self.ends = Window(WINDOW_S)
         self.tokens = Window(RATE_S)  # uncached prompt tokens of requests that have their first token
 
 
@@ -77,7 +76,7 @@ class SloLoad:
         self._all = _Measured()
         self._of: dict[int, _Measured] = {}
         self._typical: deque[tuple[int, int]] = deque(maxlen=TYPICAL)  # (uncached, whole) prompt tokens
-        self._decode_s: deque[float] = deque(maxlen=TYPICAL)
+        self._ended: deque[tuple[float, int]] = deque(maxlen=TYPICAL)  # seconds from the first token on, and tokens
 
     # --- what happens ---
 
@@ -117,10 +116,9 @@ class SloLoad:
             return
         seconds, tokens = now - request.first_at, len(request.outputs) - 1
         for measured in self._measured(request.instance):
-            measured.ends.add(now, 1.0)
             if tokens > 0:
                 measured.tpot.add(now, seconds / tokens)
-        self._decode_s.append(seconds)
+        self._ended.append((seconds, tokens))
 
     def left(self, instance: int) -> None:
         """An instance is gone, and what was measured there with it; its requests wait for another one."""
@@ -141,7 +139,7 @@ class SloLoad:
 
     def snapshot(self, now: float, reports: Sequence[InstanceReport]) -> SloSnapshot:
         """reports: of the instances that may get requests now."""
-        own, prompt = self._typical_request()
+        typical = self._typical_request()
         everything, by_instance = self._open(now, reports)
         decoders = sum(report.role == "decode" for report in reports)
         instances = []
@@ -151,15 +149,15 @@ class SloLoad:
             if report.role == "decode":  # they get what others prefill now
                 joining = len(everything.waiting) / decoders
             measured = self._of.get(report.index) or _Measured()
-            demand = self._demand(report, now, measured, there, joining)
+            demand = self._demand(typical, report, now, measured, there, joining)
             instances.append(self._instance(report, now, measured, there, demand))
         return SloSnapshot(
             limits=self.limits,
             window_s=WINDOW_S,
             waiting=len(self._waiting),
             decoding=len(self._decoding),
-            typical_uncached=own,
-            typical_prompt=prompt,
+            typical_uncached=typical.own,
+            typical_prompt=typical.prompt,
             pools={
                 "prefill": _pool(self._ttft(self._all, everything, now), [(i.index, i.prefill) for i in instances]),
                 "decode": _pool(self._tpot(self._all, everything, now), [(i.index, i.decode) for i in instances]),
@@ -183,25 +181,26 @@ class SloLoad:
             there.gaps.append(gap)
         return everything, by_instance
 
-    def _typical_request(self) -> tuple[float, float]:
-        """Uncached tokens of its prompt, and all of them. Until requests have answered: of those that wait."""
-        if self._typical:
-            return fmean(uncached for uncached, _ in self._typical), fmean(whole for _, whole in self._typical)
-        prompts = [request.prompt for request in self._waiting.values()]
-        return (fmean(prompts), fmean(prompts)) if prompts else (1.0, 1.0)
+    def _typical_request(self) -> Demand:
+        """What a new request is likely to be. Until requests have answered: as those that wait."""
+        prompts = self._typical or [(request.prompt, request.prompt) for request in self._waiting.values()]
+        return Demand(
+            own=fmean(uncached for uncached, _ in prompts) if prompts else 1.0,
+            prompt=fmean(whole for _, whole in prompts) if prompts else 1.0,
+            output=fmean(tokens for _, tokens in self._ended) if self._ended else 0.0,
+            decode_s=fmean(seconds for seconds, _ in self._ended) if self._ended else 0.0,
+        )
 
-    def _demand(self, report: InstanceReport, now: float, measured: _Measured, there: _Open, joining: float) -> Demand:
-        own, prompt = self._typical_request()
+    def _demand(
+        self, typical: Demand, report: InstanceReport, now: float, measured: _Measured, there: _Open, joining: float
+    ) -> Demand:
         submitted = sum(request.lacking for request in there.waiting)
         recent = sum(request.lacking for request in there.waiting if request.submitted > now - REPORT_S)
-        return Demand(
-            ahead=min(submitted, report.load.lacking + recent),
-            own=own,
-            prompt=prompt,
+        return msgspec.structs.replace(
+            typical,
+            ahead=float(min(submitted, report.load.lacking + recent)),
             joining=joining,
             token_rate=0.0 if report.role == "decode" else sum(measured.tokens.values(now)) / RATE_S,
-            end_rate=len(measured.ends.values(now)) / WINDOW_S,
-            decode_s=fmean(self._decode_s) if self._decode_s else 0.0,
         )
 
     def _instance(

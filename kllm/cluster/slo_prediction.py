@@ -12,7 +12,7 @@ import msgspec
 
 from kllm.messages import EngineLoad, Role, StepTimes
 
-SHORTEST_HORIZON_S, LONGEST_HORIZON_S = 1.0, 30.0
+SHORTEST_HORIZON_S, USUAL_HORIZON_S, LONGEST_HORIZON_S = 1.0, 10.0, 30.0
 HIGH_WATER = 0.9  # of the KV cache
 
 
@@ -33,7 +33,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     ahead: tokens that have to be computed before those of a new request. own: of a typical new request; prompt: all of
     its prompt. joining: requests that will decode there and do not yet. token_rate: tokens a second that it computes,
-    lately. end_rate: requests a second that end there. decode_s: from the first to the last token of a request.
+    lately. output: tokens that a typical request gets. decode_s: from its first to its last. 0: not known.
     """
 
     ahead: float = 0.0
@@ -41,17 +41,17 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     prompt: float = 0.0
     joining: float = 0.0
     token_rate: float = 0.0
-    end_rate: float = 0.0
+    output: float = 0.0
     decode_s: float = 0.0
 
 
 def predict_ttft(report: InstanceReport, demand: Demand) -> float | None:
     """Seconds from the submission of a typical request to its first token; None while step times are not known."""
-    times, load = report.load.step_times, report.load
+    times = report.load.step_times
     if times is None or not times.samples:
         return None
     computing = _computing_s(times, report, demand)
-    return max(computing, _place_s(load, report.max_num_seqs, demand))
+    return max(computing, _room_s(times, report, demand))
 
 
 def _computing_s(times: StepTimes, report: InstanceReport, demand: Demand) -> float:
@@ -59,17 +59,25 @@ def _computing_s(times: StepTimes, report: InstanceReport, demand: Demand) -> fl
     load, tokens = report.load, demand.ahead + demand.own
     chunk = max(1, (report.chunk_tokens or round(tokens)) - load.decoding)
     steps = max(1.0, tokens / chunk)
-    prompts = max(1.0, chunk / max(1.0, demand.own))  # of which a step computes parts
-    read = min(prompts * chunk, tokens) if prompts > 1.0 else demand.prompt - demand.own / 2
+    prompts = min(chunk, tokens) / max(1.0, demand.own)  # of which a step computes tokens
+    read = prompts * demand.prompt if prompts >= 1.0 else demand.prompt - demand.own / 2
     beside = _decode_step(times, load.decoding, load.context)
     under_way = beside if load.decoding or demand.ahead else 0.0
     return under_way + steps * (beside + times.row + times.context_token * read) + times.new_token * tokens
 
 
-def _place_s(load: EngineLoad, places: int, demand: Demand) -> float:
-    """Until requests have ended that it and those before it need the place of; 0 where that is not known."""
-    short = max(load.blocked + 1 if load.blocked else 0, load.running + load.waiting + 1 - places if places else 0)
-    return short / demand.end_rate if short > 0 and demand.end_rate > 0.0 else 0.0
+def _room_s(times: StepTimes, report: InstanceReport, demand: Demand) -> float:
+    """Until so many requests have ended that there is a place and KV for it and those before it: each of those that
+    decode ends after as many steps as it gets tokens. 0 where there is room, or nothing is known of ends."""
+    load, places, kv = report.load, report.max_num_seqs, report.kv_tokens
+    rows, context = float(load.decoding), float(load.context)
+    held = context / rows if rows else demand.prompt + demand.output / 2  # KV of a request
+    if not rows:  # as many as will fit
+        rows = max(1.0, min(kv / held if kv else 1.0, places or 1.0))
+        context = rows * held
+    short = max(0.0, demand.ahead + demand.own - kv * (1.0 - load.kv_usage)) if kv else 0.0
+    ends = max(short / max(1.0, held), load.running + load.waiting + 1.0 - places if places else 0.0)
+    return ends * demand.output / rows * _decode_step(times, rows, context) if ends > 0.0 else 0.0
 
 
 def predict_tpot(report: InstanceReport, demand: Demand) -> float | None:
@@ -78,7 +86,7 @@ def predict_tpot(report: InstanceReport, demand: Demand) -> float | None:
     times = report.load.step_times
     if times is None or not times.samples:
         return None
-    horizon = min(max(demand.decode_s, SHORTEST_HORIZON_S), LONGEST_HORIZON_S)
+    horizon = min(max(demand.decode_s or USUAL_HORIZON_S, SHORTEST_HORIZON_S), LONGEST_HORIZON_S)
     rows, context = _batch(times, report, demand, horizon)
     alone = _decode_step(times, rows, context)
     busy = times.new_token * (demand.token_rate + demand.ahead / horizon)  # share of the time that prompts take

@@ -19,6 +19,7 @@ from kllm.engine.core import EngineCore
 from kllm.scheduling.prefill_policy import FairShare, FirstCome, PrefillPolicy
 from kllm.scheduling.queue_policy import QUEUE_KEYS
 from kllm.scheduling.scheduler import Scheduler
+from kllm.scheduling.time_slicing import TimeSlicing
 
 STAGING_BYTES = 128 << 20  # of host memory where there is a store and no L2
 
@@ -47,6 +48,9 @@ def make_scheduler(
         sink=sink,
         eviction=config.cache_eviction,
     )
+    slicing = None
+    if config.tpot_target_ms is not None:
+        slicing = TimeSlicing(config.tpot_target_ms * 1e-3, config.prefill_every, config.max_num_batched_tokens)
     return Scheduler(
         kv,
         max_model_len=max_model_len,
@@ -58,6 +62,7 @@ def make_scheduler(
         policy=policy,
         max_overtakes=config.max_overtakes,
         looks_up=config.stages,
+        slicing=slicing,
     )
 
 

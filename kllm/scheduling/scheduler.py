@@ -27,6 +27,7 @@ from kllm.scheduling.plan import NewRow, Plan, RowResult, RowStep, StepResult
 from kllm.scheduling.prefill_policy import FirstCome, PrefillPolicy
 from kllm.scheduling.queue_policy import QueueKey, first_come
 from kllm.scheduling.sequence import Sequence, State
+from kllm.scheduling.time_slicing import TimeSlicing
 
 LENGTH: tuple[FinishReason, int | None] = ("length", None)
 MOST_LOOKUPS = 2  # of one sequence when its turn comes, beside that when it came
@@ -52,9 +53,10 @@ class Scheduler:
         policy: PrefillPolicy | None = None,
         max_overtakes: int = 0,
         looks_up: bool = False,
+        slicing: TimeSlicing | None = None,
     ) -> None:
         """looks_up: there are lower tiers; a sequence is looked up there before it waits for a place (see
-        take_lookups)."""
+        take_lookups). slicing: prompts and decoding take turns; None: they share steps."""
         self.kv = kv
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -64,6 +66,7 @@ class Scheduler:
         self._key = key
         self._policy: PrefillPolicy = policy or FirstCome()
         self._admission = Admission(kv, max_overtakes)
+        self._slicing = slicing
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # in queue order
         self._running: list[Sequence] = []  # in queue order
@@ -238,30 +241,46 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan | None:
         """The next step, or None if there is nothing to compute before something commits or arrives."""
+        slicing = self._slicing
+        if slicing is not None:
+            slicing.begin(self._running, self._waiting if len(self._running) < self.max_num_seqs else ())
+        chosen = self._choose_all(now)
+        if not chosen and slicing is not None and slicing.lift():
+            chosen = self._choose_all(now)
+        if chosen:
+            plan = self._finalize(chosen)
+            if slicing is not None:
+                slicing.planned(now, plan.num_tokens)
+            return plan
+        if (self._running or self._waiting) and not (self._in_flight or self._lookups or self.kv.lent):
+            raise RuntimeError("nothing can be planned though nothing is in flight: a bug in the scheduler")
+        return None
+
+    def _choose_all(self, now: float) -> dict[Sequence, int]:
+        """What the next step computes of each sequence."""
         chosen: dict[Sequence, int] = {}
         self._admission.begin(self._running)
         prefilling: list[Sequence] = []
         budget = self.max_tokens_per_step
         block_tokens = self.kv.block_tokens
+        decodes = self._slicing is None or self._slicing.decodes
         for sequence in self._running.copy():
             backlog = sequence.backlog
             if backlog > 1:
                 prefilling.append(sequence)
-            elif backlog and budget > 0 and sequence.state is State.RUNNING:
+            elif decodes and backlog and budget > 0 and sequence.state is State.RUNNING:
                 holding = sequence.holding
                 if holding is not None and sequence.planned < len(holding.blocks) * block_tokens:  # mostly
                     chosen[sequence] = 1
                     budget -= 1
                 else:
                     budget -= self._choose(sequence, budget, chosen)
-        if budget:
+        if self._slicing is not None:
+            budget = min(budget, self._slicing.room)
+        if budget > 0:
             self._plan_prompts(prefilling, budget, chosen, now)
             self._policy.settle(chosen)
-        if chosen:
-            return self._finalize(chosen)
-        if (self._running or self._waiting) and not (self._in_flight or self._lookups or self.kv.lent):
-            raise RuntimeError("nothing can be planned though nothing is in flight: a bug in the scheduler")
-        return None
+        return chosen
 
     def _plan_prompts(self, prefilling: list[Sequence], budget: int, chosen: dict[Sequence, int], now: float) -> None:
         """Spend what decoding left on prompts, in the policy's order."""
@@ -289,6 +308,8 @@ class Scheduler:
             self._skip_cached(sequence, holding)
             backlog = sequence.backlog
         count = min(backlog, budget, self.prefill_chunk)
+        if self._slicing is not None:
+            count = self._slicing.limit(count, backlog)
         returned = 0
         while (blocks := self.kv.grow(holding, sequence.planned + count)) is None:
             self._admission.close()
@@ -348,7 +369,10 @@ class Scheduler:
                 self._credit_tiers(sequence, matched)
             self.kv.note_use(holding)
         sequence.row = self._free_rows.pop()
-        chosen[sequence] = count = min(sequence.backlog, budget, self.prefill_chunk)
+        count = min(sequence.backlog, budget, self.prefill_chunk)
+        if self._slicing is not None:
+            count = self._slicing.limit(count, sequence.backlog)
+        chosen[sequence] = count
         blocks = self.kv.grow(holding, sequence.planned + count)
         if blocks is None:
             raise RuntimeError("an admitted sequence does not fit: a bug in the scheduler")
@@ -431,6 +455,8 @@ class Scheduler:
             raise RuntimeError(f"plan {result.plan_id} completed, {plan.id} was next")
         self._committed = plan.id
         self.kv.passed(plan.id)
+        if self._slicing is not None:
+            self._slicing.passed(now)
         deltas: list[Delta] = []
         for sequence, epoch, step in entries:
             if sequence.epoch != epoch or sequence.state is not State.RUNNING:

@@ -1,245 +1,175 @@
-"""Time-sliced separation (capability E2): when prompts compute, and for how long, beside requests that decode. Pure.
+"""Time-sliced separation (capability E2): prompts and the requests that decode take turns on one instance. Pure.
 
-A budget of time is kept for the requests that decode. Each step that gives them a token earns the target `tpot_s`,
-each second that passes is paid from it, and it holds at most `pause_s`:
+    decode only ......... slice: prompts ....... decode only .........
+    t t t t t t t t t t t [  step  |  step  | t] t t t t t t t t t t      t: every decoding request gets a token
+    └───── every - 1 ────┘                   └─ the slice's last step
 
-    budget ──┬─ + tpot_s with every step in which they decode
-             └─ - the seconds that every step takes;   at most pause_s - tpot_s is kept
+A step that carries prompts is longer for every request that decodes beside them. Here all prompts that wait are put
+into slices, `every` tokens of the decoding requests apart, so that all tokens but one in `every` come at the pace of a
+step that only decodes. Prompts compute alone and in steps as large as they come, but for the slice's last step, in
+which the decoding requests take part again. How long a slice may be is what decoding has left of its target:
 
-    prompts get, in a step: what the budget allows beyond the time that decoding needs
+    slice + the steps in which a request gets `every` tokens  <=  every · tpot_s
 
-So n tokens after the first take a request at most n · tpot_s + (pause_s - tpot_s) seconds, as far as steps take what
-was predicted; what they really took is settled afterwards. The two ends of pause_s are two ways to separate:
+A prompt that has all but its last token in the midst of a slice gets that in the last step: its request has its first
+token then, and not a pause after it. So, as far as steps take what was expected, the mean time per token of every
+request is at most tpot_s: its n tokens after the first meet at most n / every slices. What steps really took is settled
+with the next slice.
 
-    pause_s = tpot_s    every step carries as many prompt tokens as fit beside its decoding ones: no token comes later
-                        than tpot_s after the one before
-    pause_s > tpot_s    steps that only decode save up for slices, in which prompts compute alone, in steps as large as
-                        they come; only the slice's last step decodes too
-
-Decoding that alone takes longer than the target leaves prompts a share of the time, so that they always get on.
+Nobody starves. A slice is due every `every` steps however long decoding takes, and has LEAST_SHARE of their time at
+least; where nobody decodes prompts have all of it; and a step that would hold nothing by these rules is planned
+without them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-
-from kllm.costs.nnls import solve_nonnegative
 from kllm.scheduling.sequence import Sequence
 
 LEAST_SHARE = 1 / 8  # of the time of steps that only decode, for prompts whatever the target
-LEAST_TOKENS = 16  # of a prompt in a step, if any
-WINDOW = 96  # steps that are remembered
-MIN_STEPS = 8  # before predictions are believed
-REFIT_EVERY = 8
-UNKNOWN_TOKENS = 128  # of prompts in the first step with some; then twice, three and four times as many
+LEAST_TOKENS = 16  # of prompts in a slice
+KNOWN_FROM = 32  # tokens of prompts in a step from which it tells how fast they are computed
+FORGET = 0.8  # weight of earlier steps, at each new one
 
 
-@dataclass(slots=True)
-class Work:
-    """What a step computes, as far as its time depends on it.
+class _Step(NamedTuple):
+    """A plan in flight. expected_s: what was charged for it. turn: of the slicing it was planned in."""
 
-    rows: that decode. context: tokens whose KV they read. tokens: of prompts. pairs: Σ of tokens attended to by them.
-    """
-
-    rows: int = 0
-    context: int = 0
-    tokens: int = 0
-    pairs: float = 0.0
-
-    def add(self, start: int, count: int) -> None:
-        """count tokens of a prompt, after start whose KV exists."""
-        self.tokens += count
-        self.pairs += count * (start + 0.5 * count)
-
-
-class LearnedTimes:
-    """Seconds of a step, learned from the last steps; those with prompts and those without by themselves."""
-
-    def __init__(self) -> None:
-        self._seen: dict[bool, deque[tuple[tuple[float, ...], float]]] = {
-            True: deque(maxlen=WINDOW),
-            False: deque(maxlen=WINDOW),
-        }
-        self._since = {True: 0, False: 0}
-        self._costs = {True: [0.0] * 5, False: [0.0] * 3}
-        self.num_seen = {True: 0, False: 0}
-
-    def knows(self, prompts: bool) -> bool:
-        return self.num_seen[prompts] >= MIN_STEPS
-
-    def seconds(self, work: Work) -> float:
-        prompts = work.tokens > 0
-        return sum(c * x for c, x in zip(self._costs[prompts], _features(work), strict=True))
-
-    def tokens_within(self, seconds: float, start: int) -> int:
-        """Tokens of a prompt after its first `start` that take so long in a step that holds others."""
-        token, pair = self._costs[True][2:4]
-        first = token + pair * start  # of the first token; each costs `pair` more than the one before
-        if pair * seconds < 1e-6 * first * first:
-            return int(seconds / first) if first > 0.0 else 1 << 30
-        return int(((first * first + 2.0 * pair * seconds) ** 0.5 - first) / pair)
-
-    def observe(self, work: Work, seconds: float) -> None:
-        prompts = work.tokens > 0
-        self._seen[prompts].append((_features(work), seconds))
-        self.num_seen[prompts] += 1
-        self._since[prompts] += 1
-        if self._since[prompts] >= REFIT_EVERY or self.num_seen[prompts] <= MIN_STEPS:
-            self._since[prompts] = 0
-            self._fit(prompts)
-
-    def _fit(self, prompts: bool) -> None:
-        """By relative error: a step of half the time counts as much."""
-        seen = self._seen[prompts]
-        features = np.array([x for x, _ in seen])
-        seconds = np.array([y for _, y in seen])
-        self._costs[prompts] = solve_nonnegative(features / seconds[:, None], np.ones(len(seen))).tolist()
-
-
-def _features(work: Work) -> tuple[float, ...]:
-    if work.tokens:
-        return (1.0, work.rows, work.tokens, work.pairs, work.context)
-    return (1.0, work.rows, work.context)
+    planned_at: float
+    prompt_tokens: int
+    decodes: bool
+    expected_s: float
+    turn: int
 
 
 class TimeSlicing:
-    """tpot_s: target of the mean seconds per token of requests that decode. pause_s: the longest time that they get
-    no token for, at least tpot_s.
+    """tpot_s: target for the mean seconds per output token of every request. every: tokens between slices.
+    step_tokens: most of a step.
 
-    begin() opens a step, grant() gives prompts their part of it, planned() closes it, passed() says what it took."""
+    For each plan the scheduler calls begin(), obeys `decodes`, `room` and limit(), then calls planned(); and passed()
+    when it commits."""
 
-    def __init__(self, tpot_s: float, pause_s: float, full_tokens: int) -> None:
-        """full_tokens: most of a step."""
+    def __init__(self, tpot_s: float, every: int, step_tokens: int) -> None:
         self.tpot_s = tpot_s
-        self.pause_s = max(pause_s, tpot_s)
-        self.full_tokens = full_tokens
-        self.times = LearnedTimes()
-        self.credit = 0.0
+        self.every = every
+        self.step_tokens = step_tokens
+        self.decodes = True  # requests that decode take part in the step
+        self.room = step_tokens  # tokens of prompts that it may hold
         self.num_slices = 0
-        self.slice_s = 0.0
-        self._in_slice = False
-        self._work = Work()
-        self._limited = False
-        self._room_s = 0.0
-        self._room_tokens = 0
-        self._rides = True
-        self._in_flight: deque[tuple[float, Work, float]] = deque()
+        self._open = False
+        self._left_s = 0.0  # of the open slice
+        self._saved_s = 0.0  # for the next slice
+        self._steps = every  # that only decoded, since the last slice
+        self._turn = 0  # changes when a slice opens and when it ends
+        self._decoding = 0
+        self._decode_s: float | None = None  # of a step that only decodes
+        self._prompt_s = self._prompt_tokens = 0.0  # what prompts took lately
+        self._in_flight: deque[_Step] = deque()
         self._last_commit = 0.0
 
     # -- a step ----------------------------------------------------------------------------------------------
 
-    def begin(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> bool:
-        """Whether the requests that decode take part in the step that is planned now."""
-        work = self._work = Work()
-        need = 0
+    def begin(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Decide what the next plan may hold. waiting: those that there are places for."""
+        decoding = need = 0
         for sequence in running:
             backlog = sequence.backlog
             if backlog == 1:
-                work.rows += 1
-                work.context += sequence.planned + 1
+                decoding += 1
             elif backlog:
                 need += backlog
         for sequence in waiting:
-            if need > 64 * self.full_tokens:
+            if need > self.step_tokens:
                 break
             need += sequence.lacking
-        self._rides = True
-        self._limited = work.rows > 0
-        if not work.rows:
-            self.credit = 0.0
-            self._in_slice = False
-            return True
-        if not need:
-            self._in_slice = False
-            return True
-        return self._divide(need)
+        self._decoding = decoding
+        self.decodes, self.room = True, 0
+        if not need or not (self._open or self._due()):
+            return
+        if not self._open:
+            self._open_slice()
+        more = need > self.step_tokens
+        if not decoding:
+            self.decodes, self.room = not (more and self._left_s > 0.0), self.step_tokens
+            return
+        token_s = self._token_s
+        fitting = int(self._left_s / token_s) if token_s else self.step_tokens
+        self.decodes = not (more and fitting > self.step_tokens)
+        self.room = min(max(fitting, LEAST_TOKENS), self.step_tokens)
 
-    def _divide(self, need: int) -> bool:
-        times, work = self.times, self._work
-        if not (times.knows(True) and times.knows(False)):
-            self._room_s = float("inf")
-            self._room_tokens = UNKNOWN_TOKENS * (1 + times.num_seen[True] % 4)
-            return True
-        self._room_tokens = 1 << 30
-        alone = times.seconds(work)
-        pace = self._pace(alone)
-        allowed = self.credit + pace
-        beside = Work(work.rows, work.context, LEAST_TOKENS, 0.0)
-        mixed = times.seconds(beside)
-        longest = max(self.pause_s, 2 * alone)
-        if self.pause_s > self.tpot_s and not self._in_slice:
-            full = times.seconds(Work(work.rows, work.context, need, 0.0))
-            if allowed < min(longest, full) * 0.999:
-                self._room_s = 0.0
-                return True
-            self._in_slice = True
-            self.num_slices += 1
-        room = allowed - mixed
-        self._room_s = room
-        if room <= 0:
-            self._in_slice = False
-            return True
-        if self.pause_s > self.tpot_s:
-            step = times.seconds(Work(0, 0, self.full_tokens, 0.0))
-            if need > self.full_tokens and allowed > step + mixed:
-                self._rides = False
-                self._room_s = float("inf")
-            else:
-                self._in_slice = False
-        return self._rides
+    def _due(self) -> bool:
+        return not self._decoding or self._steps >= self.every - 1
 
-    def _pace(self, alone: float) -> float:
-        return max(self.tpot_s, (1.0 + LEAST_SHARE) * alone)
+    def _open_slice(self) -> None:
+        self._open = True
+        self._turn += 1
+        self.num_slices += 1
+        decode_s = self._decode_s or 0.0
+        saved = self._saved_s if self._decoding else self._most_saved()
+        self._left_s = max(saved + self.tpot_s - decode_s, LEAST_SHARE * self.every * decode_s)
+
+    def _most_saved(self) -> float:
+        return (self.every - 1) * max(self.tpot_s - (self._decode_s or 0.0), 0.0)
 
     @property
-    def spent(self) -> bool:
-        """Nothing is left of the step for prompts."""
-        return self._limited and (self._room_s <= 0.0 or self._room_tokens <= 0)
+    def _token_s(self) -> float:
+        """Seconds that a token of a prompt takes, as lately."""
+        return self._prompt_s / self._prompt_tokens if self._prompt_tokens else 0.0
 
-    def grant(self, start: int, wanted: int) -> int:
-        """How many of the next tokens of a prompt, after its first `start`, the step has time for: at least one."""
-        count = wanted
-        if self._limited:
-            if self._room_s != float("inf"):
-                count = min(count, max(LEAST_TOKENS, self.times.tokens_within(self._room_s, start)))
-            count = min(count, max(1, self._room_tokens))
-            before = self.times.seconds(self._work)
-        self._work.add(start, count)
-        if self._limited:
-            self._room_tokens -= count
-            if self._room_s != float("inf"):
-                c = self.times._costs[True]
-                self._room_s -= c[2] * count + c[3] * count * (start + 0.5 * count)
-                if count < wanted:
-                    self._room_s = 0.0
-        return count
+    def lift(self) -> bool:
+        """Nothing can be planned within the limits. Whether there were any; there are none for this plan now."""
+        if self.decodes and self.room >= self.step_tokens:
+            return False
+        self.decodes, self.room = True, self.step_tokens
+        return True
 
-    def planned(self, now: float, decodes: bool) -> None:
-        work = self._work
-        if not decodes:
-            self.slice_s += 1
-            work.rows = work.context = 0
-        predicted = 0.0
-        if self._limited and self.times.knows(work.tokens > 0):
-            predicted = self.times.seconds(work)
-            if decodes:
-                alone = self.times.seconds(Work(work.rows, work.context))
-                pace = self._pace(alone)
-                self.credit += pace - predicted
-                self.credit = max(min(self.credit, max(self.pause_s, 2 * alone) - pace), -self.pause_s)
-            else:
-                self.credit -= predicted
-        self._in_flight.append((now, work, predicted))
+    def limit(self, count: int, backlog: int) -> int:
+        """How many of the next `count` tokens of a prompt that lacks `backlog` the step may compute, at least one."""
+        return count if self.decodes else max(1, min(count, backlog - 1))
+
+    def planned(self, now: float, num_tokens: int) -> None:
+        """The step that begin() opened is planned, with so many tokens."""
+        rows = self._decoding if self.decodes else 0
+        prompt_tokens = max(num_tokens - rows, 0)
+        expected = prompt_tokens * self._token_s + (self._decode_s or 0.0) * (rows > 0)
+        if not self.decodes:
+            self._left_s -= expected
+        elif self._open or prompt_tokens:
+            self._end_slice(prompt_tokens * self._token_s)
+        else:
+            self._steps += 1
+            self._save(self.tpot_s - expected)
+        self._in_flight.append(_Step(now, prompt_tokens, self.decodes, expected, self._turn))
+
+    def _end_slice(self, seconds: float) -> None:
+        """With a step whose prompts are expected to take so long. What is left over is not kept, what is owed is."""
+        self._saved_s = min(self._left_s - seconds, 0.0) if self._open else 0.0
+        self._open = False
+        self._turn += 1
+        self._steps = 0
+
+    def _save(self, seconds: float) -> None:
+        self._saved_s = min(self._saved_s + seconds, self._most_saved())
+
+    # -- what steps took -------------------------------------------------------------------------------------
 
     def passed(self, now: float) -> None:
-        planned_at, work, predicted = self._in_flight.popleft()
-        seconds = now - max(planned_at, self._last_commit)
+        """The oldest plan has committed. It took the time since the one before, or since it was planned."""
+        step = self._in_flight.popleft()
+        seconds = now - max(step.planned_at, self._last_commit)
         self._last_commit = now
-        if predicted:
-            self.credit -= seconds - predicted
-        if seconds > 0.0:
-            self.times.observe(work, seconds)
+        if step.turn == self._turn:
+            if not step.decodes:
+                self._left_s -= seconds - step.expected_s
+            else:
+                self._save(step.expected_s - seconds)
+        if not step.prompt_tokens:
+            known = self._decode_s
+            self._decode_s = seconds if known is None else FORGET * known + (1.0 - FORGET) * seconds
+        elif step.prompt_tokens >= KNOWN_FROM:
+            beside = (self._decode_s or 0.0) if step.decodes else 0.0
+            self._prompt_s = FORGET * self._prompt_s + max(seconds - beside, 0.0)
+            self._prompt_tokens = FORGET * self._prompt_tokens + step.prompt_tokens

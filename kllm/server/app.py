@@ -6,8 +6,6 @@ Open without an API key: /health, /ready, /version, /metrics, /openapi.json. Eve
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,10 +24,12 @@ from kllm.server.cache import cache_routes
 from kllm.server.chat import ChatFormat, chat_job
 from kllm.server.completions import CompletionFormat, completion_job
 from kllm.server.debug import debug_routes
+from kllm.server.direct import DirectCalls, endpoints
 from kllm.server.errors import ApiError, json_response, unavailable
 from kllm.server.fleet import fleet_routes
 from kllm.server.generation import generate
 from kllm.server.jobs import Caller
+from kllm.server.keys import key_check
 from kllm.server.middleware import RequestLog
 from kllm.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kllm.server.reply import Job, ReplyFormat, streamed_reply, whole_reply
@@ -78,37 +78,20 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    key_check = _key_check(config)
-    # Routes are tried in this order: the busiest are first.
+    check = key_check(config)
+    dependencies = [] if check is None else [Security(HTTPBearer(auto_error=False)), Depends(check)]
+    generation = _generation_routes(service)
+    app.include_router(generation, dependencies=dependencies)
     administration = (cache_routes, fleet_routes, debug_routes, slo_routes)
-    for routes in (_generation_routes, _model_routes, _token_routes, *administration):
-        app.include_router(routes(service), dependencies=key_check)
+    for routes in (_model_routes, _token_routes, *administration):
+        app.include_router(routes(service), dependencies=dependencies)
     app.include_router(_open_routes(service))
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_middleware(DirectCalls, endpoints=endpoints(generation), check=check)
     app.add_middleware(RequestLog)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     return app
-
-
-def _key_check(config: ServerConfig) -> list[Any]:
-    """A dependency that raises ApiError 401 unless the request carries one of the keys, and where each has a cache of
-    its own tells whose it is (the tenant, in request.state); none if there are no keys."""
-    if not config.api_key:
-        return []
-    digests = [hashlib.sha256(key.encode()).digest() for key in set(config.api_key)]
-    separate = len(digests) > 1 and not config.share_cache_between_keys
-
-    async def check(request: Request) -> None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in digests]  # all of them, whatever the first says
-        if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
-        if separate:
-            request.state.tenant = digest.hex()
-
-    return [Security(HTTPBearer(auto_error=False)), Depends(check)]
 
 
 async def _answer_api_error(request: Request, error: Exception) -> Response:

@@ -7,7 +7,6 @@ what they have. SIGHUP reads the file again: instances join and leave; the rest 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import random
 import signal
@@ -67,10 +66,11 @@ async def _serve(
 
 async def _reload(path: Path, started_with: FleetConfig, membership: Membership) -> None:
     try:
-        fleet, key = await asyncio.to_thread(functools.partial(read_fleet, path))
+        fleet, key = await asyncio.to_thread(read_fleet, path)
+        if (fleet.model, fleet.server) != (started_with.model, started_with.server):
+            logger.warning("%s: model and [server] hold from the next start on", path)
+        await membership.change(fleet.entries, key)
     except FleetConfigError as error:
         logger.error("everything stays as it is: %s", error)
-        return
-    if (fleet.model, fleet.server) != (started_with.model, started_with.server):
-        logger.warning("%s: model and [server] hold from the next start on", path)
-    await membership.change(fleet.entries, key)
+    except ValueError as error:
+        logger.error("%s: %s", path, error)

@@ -9,7 +9,13 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from kllm.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from kllm.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    RoleRequest,
+    TokenizeRequest,
+)
 from kllm.server.responses import ChatCompletionChunk, ErrorResponse
 
 _REF = "#/components/schemas/{model}"
@@ -18,13 +24,14 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    RoleRequest,
     ChatCompletionChunk,
 )
 
 _ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
-    404: "The model does not exist.",
+    404: "What the request names does not exist.",
     413: "The request body is too large.",
     415: "The body is not declared as JSON.",
     429: "Too many requests are in flight; see Retry-After.",

@@ -191,39 +191,36 @@ class EventStream(Response):
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away. The request's body must have been read.
-    Raises ClientDisconnected."""
-    async with _Connected(receive):
-        return await work
+    """The result of `work`, which is cancelled (and awaited) when the client goes away or this is cancelled.
+    The request's body must have been read. Raises ClientDisconnected."""
+    listener = asyncio.current_task()
+    assert listener is not None
+    cancelling = listener.cancelling()
+    listening, ended, gone = True, False, False
 
+    def on_end(task: asyncio.Future[T]) -> None:
+        nonlocal ended
+        if listening:
+            ended = True
+            listener.cancel()
 
-class _Connected:
-    """While the body runs a task listens for the client's leaving, and then cancels the body, as asyncio.timeout does
-    when its time is over."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._gone = False
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._cancelling = task.cancelling()
-        self._listening = asyncio.create_task(_disconnected(self._receive))
-        self._listening.add_done_callback(self._on_gone)
-
-    def _on_gone(self, listening: asyncio.Task[None]) -> None:
-        if not listening.cancelled():
-            listening.exception()
-            self._gone = True
-            self._task.cancel()
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._listening.remove_done_callback(self._on_gone)
-        self._listening.cancel()
-        if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise ClientDisconnected from None
+    # The work gets the task, and this one listens: each of its many turns begins at the bottom of a task's stack.
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(on_end)
+    try:
+        await _disconnected(receive)
+        gone = True
+    except asyncio.CancelledError:
+        if not ended or listener.uncancel() > cancelling:
+            raise  # not on account of on_end
+    finally:
+        listening = False
+        if not ended:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    if gone and task.cancelled():
+        raise ClientDisconnected
+    return task.result()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -54,7 +54,7 @@ class InstanceReply(Reply):
     joining: float = Field(description="Requests that will decode here and do not yet.")
     context: int = Field(description="Tokens whose KV running requests hold.")
     prompt_tokens_per_s: float
-    ends_per_s: float
+    typical_output_tokens: float
     step_times: StepTimesReply | None
 
 
@@ -119,6 +119,6 @@ def _instance(instance: InstanceSlo) -> dict[str, Any]:
         "joining": demand.joining,
         "context": load.context,
         "prompt_tokens_per_s": demand.token_rate,
-        "ends_per_s": demand.end_rate,
+        "typical_output_tokens": demand.output,
         "step_times": None if load.step_times is None else msgspec.structs.asdict(load.step_times),
     }

@@ -60,6 +60,12 @@ class SimulationConfig(WorkloadConfig):
     fair_growth: float = Field(1 / 32, gt=0, le=1, description="fair: owed for giving way n times, over n, in chunks.")
     fair_kv_share: float = Field(0.5, gt=0, le=1, description="fair: share of the KV cache for long prompts.")
     max_overtakes: int = Field(64, ge=0, description="How often a request that does not fit may be passed.")
+    tpot_target_ms: float | None = Field(
+        None,
+        gt=0,
+        description="Time-sliced separation: prompts in slices of their own; mean time per token that they leave.",
+    )
+    prefill_every: int = Field(128, ge=2, description="tpot_target_ms: tokens of a request from one slice to the next.")
     enable_prefix_caching: bool = Field(True, description="Reuse KV of prompts that start alike.")
     cache_eviction: Literal["lru", "value"] = Field(
         "value",

@@ -12,8 +12,11 @@ import random
 from dataclasses import dataclass
 from typing import Generic
 
+import msgspec
+
 from kllm.messages import CacheDelta, CacheDump, Deltas, Down, EngineLoad, Message, Submit, Up
 from kllm.simulation.node import Node
+from kllm.simulation.transfer import TransferNetwork
 from kllm.transport.inbox import Inbox
 from kllm.transport.link import Backpressure, In, LinkClosed, Out
 
@@ -26,7 +29,9 @@ _TOKEN_BYTES = 4
 class Weather:
     """What the network does to messages, beside delaying them by latency_s + uniform(0, jitter_s).
 
-    loss, duplicate, reorder: probabilities per message. late_s: how much later a reordered or repeated one arrives."""
+    loss, duplicate, reorder: probabilities per message. late_s: how much later a reordered or repeated one arrives.
+    report_loss, report_late_s: of what instances say about their caches alone, beside that: a probability, and how much
+    later it arrives, in its order."""
 
     latency_s: float = 100e-6
     jitter_s: float = 20e-6
@@ -34,6 +39,8 @@ class Weather:
     duplicate: float = 0.0
     reorder: float = 0.0
     late_s: float = 0.5
+    report_loss: float = 0.0
+    report_late_s: float = 0.0
 
     @property
     def rough(self) -> bool:
@@ -41,10 +48,12 @@ class Weather:
 
 
 class Fabric:
-    """rng: decides what happens to messages. weather: may be changed while the simulation runs."""
+    """rng: decides what happens to messages. weather: may be changed while the simulation runs. transfers: KV between
+    instances, on a network of its own."""
 
     def __init__(self, rng: random.Random, weather: Weather) -> None:
         self.weather = weather
+        self.transfers = TransferNetwork()
         self.lost = 0
         self.repeated = 0
         self._rng = rng
@@ -64,6 +73,12 @@ class Fabric:
             self.lost += 1
             return
         weather, rng = self.weather, self._rng
+        if weather.report_loss or weather.report_late_s:
+            if isinstance(message, CacheDelta | CacheDump):
+                self._carry_report(link, message)
+                return
+            if type(message) is EngineLoad and weather.report_late_s:
+                message = msgspec.structs.replace(message, cache_sequence=0)  # of reports that it would overtake
         loop = link.loop
         size = size_of(message)
         sent = sender.egress.pass_through(loop.time(), size)
@@ -82,6 +97,14 @@ class Fabric:
             loop.call_at(arrival + weather.late_s * rng.random(), link.peer.arrive, message)
         else:
             self._deliver_at(link, arrival, message)
+
+    def _carry_report(self, link: FabricLink[Message, Message], message: Message) -> None:
+        if self._rng.random() < self.weather.report_loss:
+            self.lost += 1
+            return
+        sent = link.node.egress.pass_through(link.loop.time(), size_of(message))
+        late = self.weather.latency_s + self.weather.report_late_s
+        link.loop.call_at(sent + late, link.peer.arrive, message)
 
     def _deliver_at(self, link: FabricLink[Message, Message], arrival: float, message: Message | None) -> None:
         """In order with what this link carried before."""

@@ -144,6 +144,7 @@ class Fleet:
         simulated = self._loop.time() - start
         self.timeline.take(simulated)
         counters, tiers = self.timeline.counters, self.timeline.tier_counts
+        cache_gaps = 0 if self.gateway.directory is None else self.gateway.directory.num_gaps
         await self._settle()
         return FleetResult(
             outcomes=clients.outcomes,
@@ -165,6 +166,7 @@ class Fleet:
             tiers=tiers,
             wasted=counters.wasted,
             faults=self.injector.happened,
+            cache_gaps=cache_gaps,
         )
 
     async def _all_ready(self) -> None:

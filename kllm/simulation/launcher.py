@@ -12,7 +12,7 @@ from kllm.cache.events import EventSink
 from kllm.cache.tiers.tiered_cache import TieredCache
 from kllm.config import EngineConfig
 from kllm.costs.noise import StepTimeSource
-from kllm.engine.assembly import make_scheduler, put_tiers_below
+from kllm.engine.assembly import host_slots, make_scheduler, put_tiers_below
 from kllm.engine.cache_reports import CacheReporter
 from kllm.engine.core import EngineCore
 from kllm.engine.instance import instance_main
@@ -35,7 +35,8 @@ NOTICE_S = 0.05  # from the end of a process to the launcher's knowing of it
 class TierSpeeds:
     """What an instance's way to its lower tiers is. page_bytes: of one KV block.
 
-    host: copies between the accelerators' memory and the host's. store: calls of the instance to the store.
+    host: copies between the accelerators' memory and the host's. store: calls of the instance to the store. transfer:
+    pages of other instances.
     """
 
     page_bytes: int
@@ -43,6 +44,8 @@ class TierSpeeds:
     host_latency_s: float
     store_bytes_per_s: float
     store_latency_s: float
+    transfer_bytes_per_s: float = 12.5e9
+    transfer_latency_s: float = 1e-4
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ class SimulatedLauncher:
         )
         instance.scheduler, instance.executor = scheduler, executor
         core, workers = EngineCore(scheduler, executor, node.clock), SimulatedWorkers()
-        if spec.engine.lower_tiers:
+        if spec.engine.stages:
             instance.tiers = self._put_tiers_below(core, workers, instance.work, reporter)
         hello = Hello(
             instance_id=node.name,
@@ -211,6 +214,9 @@ class SimulatedLauncher:
             start_seconds=seconds,
             operators="simulated",
             fingerprint=self._fingerprint if reporter is not None else "",
+            role=spec.engine.role,
+            transfers=spec.engine.kv_transfer != "off",
+            page_bytes=spec.tiers.page_bytes if spec.tiers is not None else 0,
         )
         self.up.set()
         try:
@@ -223,15 +229,22 @@ class SimulatedLauncher:
     def _put_tiers_below(
         self, core: EngineCore, workers: SimulatedWorkers, work: NodeWork, sink: EventSink | None
     ) -> TieredCache:
-        speeds, node, log = self._spec.tiers, self.node, self._log
+        engine, speeds, node, log = self._spec.engine, self._spec.tiers, self.node, self._log
         assert speeds is not None, "an instance with lower tiers needs their speeds"
-        mover = SimulatedPageMover(node, work, speeds.page_bytes, speeds.host_bytes_per_s, speeds.host_latency_s, log)
+        shared = 0 if engine.kv_transfer == "off" else host_slots(engine, speeds.page_bytes)
+        mover = SimulatedPageMover(
+            node, work, speeds.page_bytes, speeds.host_bytes_per_s, speeds.host_latency_s, log, shared
+        )
+        transfer = None
+        if shared:
+            network = self._fabric.transfers
+            transfer = network.join(node, work, mover, speeds.transfer_bytes_per_s, speeds.transfer_latency_s, log)
         store = None
-        if self._spec.engine.l3 is not None:
+        if engine.l3 is not None:
             assert self._store is not None, "the fleet has no store"
             store = StoreHandle(self._store, node, work, speeds.store_bytes_per_s, speeds.store_latency_s, log)
         clock = asyncio.get_running_loop().time  # steady, as time.monotonic is: nobody can set it
-        return put_tiers_below(core, self._spec.engine, mover, store, self._fingerprint, workers, clock, sink)
+        return put_tiers_below(core, engine, mover, store, self._fingerprint, workers, clock, sink, transfer)
 
 
 def _tell(link: FabricLink[Down, Up], message: Up) -> bool:

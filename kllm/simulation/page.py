@@ -11,6 +11,7 @@ from kllm.simulation.latency_charts import latency_cdf, ttft_by_prompt
 from kllm.simulation.page_style import CSS, SCRIPT
 from kllm.simulation.results import FleetResult
 from kllm.simulation.series import timelines
+from kllm.simulation.slo_charts import slo_charts
 from kllm.simulation.timeline_charts import MOST_SMALL, fleet_charts, instance_charts
 
 _MOST_SETTINGS = 100
@@ -175,7 +176,8 @@ def _latency_table(summary: dict[str, Any]) -> str:
 def _timelines(result: FleetResult) -> str:
     """All charts over time have one time axis, so that they line up."""
     lines = timelines(result.outcomes, result.samples, result.simulated_s, MOST_SMALL)
-    charts = "".join(chart.html() for chart in fleet_charts(lines, result.faults))
+    drawn = [*fleet_charts(lines, result.faults), *slo_charts(result.slo, lines.intervals.end)]
+    charts = "".join(chart.html() for chart in drawn)
     small = "".join(chart.html() for chart in instance_charts(lines, result.faults))
     head = f"each point covers {formats.round_seconds(lines.intervals.width)}"
     if small:

@@ -9,11 +9,15 @@ from kllm.simulation.decision_log import DecisionLog
 from kllm.simulation.node import Node
 from kllm.simulation.node_work import NodeWork
 
+STAMP_BYTES = 8
+
 
 class SimulatedPageMover:
     """The PageMover port: one copy at a time, in the order of the calls, each latency_s + bytes / bytes_per_s seconds.
 
-    work: that of the process whose memory it is."""
+    work: that of the process whose memory it is. num_slots: of slots whose pages others may read. Such a page is a
+    number that is another one after every copy into its slot, so that the reader's checksum notices; else it is empty.
+    """
 
     def __init__(
         self,
@@ -23,6 +27,7 @@ class SimulatedPageMover:
         bytes_per_s: float,
         latency_s: float,
         log: DecisionLog | None = None,
+        num_slots: int = 0,
     ) -> None:
         self.page_bytes = page_bytes
         self._node = node
@@ -32,14 +37,18 @@ class SimulatedPageMover:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._free_at = 0.0
-        self._nothing = memoryview(b"")
+        self._pages = memoryview(bytearray(STAMP_BYTES * num_slots))
+        self._copies = 0
 
     def page(self, slot: int) -> memoryview:
-        """Empty: there are no bytes."""
-        return self._nothing
+        return self._pages[slot * STAMP_BYTES : (slot + 1) * STAMP_BYTES]
 
     async def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         await self._copy("save", blocks, slots)
+        if self._pages:
+            for slot in slots:
+                self._copies += 1
+                self.page(slot)[:] = self._copies.to_bytes(STAMP_BYTES, "little")
 
     async def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         await self._copy("load", slots, blocks)

@@ -65,6 +65,7 @@ class FleetResult:
     request in a step; prompts of at most so many are short. most_yields: of one request. quota_tokens: see EngineLoad.
     hits: tokens by tier that admitted requests found, all attempts (see InstanceSample). tiers: of all instances; None
     where there are no lower tiers. wasted: blocks brought and gone again when their request was admitted.
+    cache_gaps: reports of instances' caches that the gateway found missing.
     """
 
     outcomes: list[RequestOutcome]
@@ -90,4 +91,5 @@ class FleetResult:
     settings: dict[str, object] = field(default_factory=dict)  # what was simulated, for the report's head
     slo: list[tuple[float, SloSnapshot]] = field(default_factory=list)  # at the same moments as samples
     notes: list[str] = field(default_factory=list)  # scalings and approximations, stated in every report
+    cache_gaps: int = 0
     faults: list[str] = field(default_factory=list)  # the faults injected, one line each

@@ -25,6 +25,7 @@ from kllm.costs.step import StepTimeModel
 from kllm.engine.assembly import host_slots
 from kllm.simulation.config import SimulationConfig
 from kllm.simulation.executor import PlanningCost
+from kllm.simulation.fabric import Weather
 from kllm.simulation.faults import FaultError, FaultSchedule
 from kllm.simulation.fleet import FleetSpec, Progress, run_fleet
 from kllm.simulation.launcher import InstanceSpec, TierSpeeds
@@ -44,6 +45,8 @@ ENGINE_KNOBS = (
     "fair_growth",
     "fair_kv_share",
     "max_overtakes",
+    "tpot_target_ms",
+    "prefill_every",
     "enable_prefix_caching",
     "cache_eviction",
     "l2_memory",
@@ -88,8 +91,10 @@ def simulate(
     on_progress: Progress = lambda now, done, total: None,
     decisions: TextIO | None = None,
     extra: Sequence[Sample] = (),
+    weather: Weather | None = None,
 ) -> FleetResult:
     """Run it. extra: sent besides what the config says, each at its own time; they come last in the outcomes.
+    weather: of the network; fair by default.
 
     Raises TraceError, LoadError, CostError, FaultError or SimulationError for what cannot be done."""
     costs = _costs(config)
@@ -98,6 +103,7 @@ def simulate(
     if not kept:
         raise SimulationError(f"no request fits the {costs.max_model_len} tokens of an instance; a scale may help")
     spec = _fleet_spec(config, costs, kept)
+    spec.weather = weather or spec.weather
     result = run_fleet(
         spec, kept, TokenSource(config.seed, costs.vocab_size), decisions=decisions, on_progress=on_progress
     )
@@ -224,6 +230,8 @@ def _tier_speeds(config: SimulationConfig, costs: _Costs, engine: EngineConfig, 
         host_latency_s=config.l2_latency_us * 1e-6,
         store_bytes_per_s=config.l3_gb_s * 1e9,
         store_latency_s=config.l3_latency_ms * 1e-3,
+        transfer_bytes_per_s=config.transfer_gb_s * 1e9,
+        transfer_latency_s=config.transfer_latency_ms * 1e-3,
     )
 
 

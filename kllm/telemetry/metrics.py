@@ -14,6 +14,7 @@ from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kllm.telemetry.families import LABELS, PREFIX, Families
+from kllm.telemetry.series import Count, Distribution
 from kllm.telemetry.statistics import PROMPT_CLASSES, prompt_class
 from kllm.telemetry.tier_metrics import TierLoad, tier_metrics
 
@@ -124,8 +125,8 @@ class RequestMetrics:
         else:
             between = count
             gap = (now - self._last) / count
-        for _ in range(between):
-            self._metrics.observe("inter_token_latency_seconds", gap)
+        if between:
+            self._metrics.observe("inter_token_latency_seconds", gap, between)
         self._tokens += count
         self._last = now
         self._metrics.count_generated(count)
@@ -174,17 +175,19 @@ class Metrics:
         self._labels = families.labels
         self._chunk_tokens = chunk_tokens
         self._vllm_names = vllm_names
+        series = list(zip(LABELS, self._labels, strict=True))
         self._histograms = {
-            name: Histogram(PREFIX + name, text, LABELS, buckets=buckets, registry=self.registry).labels(*self._labels)
-            for name, text, buckets in _HISTOGRAMS
+            name: Distribution(PREFIX + name, text, series, buckets) for name, text, buckets in _HISTOGRAMS
         }
+        self._prompt = Count(PREFIX + "prompt_tokens", "Prompt tokens processed.", series)
+        self._generated = Count(PREFIX + "generation_tokens", "Tokens generated.", series)
+        for each in (*self._histograms.values(), self._prompt, self._generated):
+            self.registry.register(each)
         wait = Histogram(
             PREFIX + "request_wait_seconds", "Time from the instance's receipt to the first token, by prompt class.",
             (*LABELS, "class"), buckets=PHASE_BUCKETS, registry=self.registry,
         )  # fmt: skip
         self._wait = {name: wait.labels(*self._labels, name) for name in PROMPT_CLASSES}
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens processed.")
-        self._generated = self._counter("generation_tokens", "Tokens generated.")
         finished = Counter(
             PREFIX + "request_success", "Requests by how they ended.", (*LABELS, "finished_reason"),
             registry=self.registry,
@@ -197,23 +200,20 @@ class Metrics:
         """More of them, called at scrape time."""
         self.registry.register(_Collector(figures, self._families))
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(*self._labels)
-
     def request(self, prompt_tokens: int, arrival: float) -> RequestMetrics:
         return RequestMetrics(self, prompt_tokens, arrival)
 
-    def observe(self, histogram: str, value: float) -> None:
-        self._histograms[histogram].observe(value)
+    def observe(self, histogram: str, value: float, times: int = 1) -> None:
+        self._histograms[histogram].observe(value, times)
 
     def observe_wait(self, prompt_tokens: int, seconds: float) -> None:
         self._wait[prompt_class(prompt_tokens, self._chunk_tokens())].observe(seconds)
 
     def count_prompt(self, tokens: int) -> None:
-        self._prompt.inc(tokens)
+        self._prompt.value += tokens
 
     def count_generated(self, tokens: int) -> None:
-        self._generated.inc(tokens)
+        self._generated.value += tokens
 
     def count_finished(self, reason: str) -> None:
         self._finished[reason].inc()

@@ -18,12 +18,12 @@ from typing import Generic
 
 import msgspec
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kllm.messages import Down, Up, decode_down, decode_up, encode
 from kllm.transport.fleet_key import FleetKey
 from kllm.transport.link import Backpressure, In, LinkClosed, Out
+from kllm.transport.zeromq_wait import ReadyToReceive
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ HEARTBEAT_TIMEOUT_MS = 30_000
 REMOTE_HEARTBEAT_MS = 2_000
 REMOTE_TIMEOUT_MS = 10_000  # ZeroMQ's own thread answers heartbeats: a host or a network that hangs, not a busy process
 CONNECT_TIMEOUT_MS = 5_000
+NEVER_MS = 10 * 24 * 3600 * 1000
 LINGER_MS = 1_000  # an instance's last words may take this long to leave when it closes its end
 
 _ENDINGS = (
@@ -61,26 +62,28 @@ class ZmqLink(Generic[In, Out]):
         kind: int = zmq.PAIR,
         heartbeat_ms: int = HEARTBEAT_MS,
         timeout_ms: int = HEARTBEAT_TIMEOUT_MS,
+        reconnect_ms: int = -1,
     ) -> None:
         self.address = ""
         self._decode = decode
         self._max_message_bytes = max_message_bytes
-        self._context = zmq.asyncio.Context(io_threads=1)
+        self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(kind)
         for option, value in (
             (zmq.LINGER, linger_ms),
             (zmq.SNDHWM, high_water),
             (zmq.RCVHWM, high_water),
             (zmq.MAXMSGSIZE, max_message_bytes),
-            (zmq.RECONNECT_IVL, -1),
+            (zmq.RECONNECT_IVL, reconnect_ms),
             (zmq.HEARTBEAT_IVL, heartbeat_ms),
             (zmq.HEARTBEAT_TIMEOUT, timeout_ms),
             (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS),
         ):
             self._socket.setsockopt(option, value)
         self._peer_gone = asyncio.get_running_loop().create_future()
-        self._pending: asyncio.Future[bytes] | None = None
+        self._ready = ReadyToReceive(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | _ENDINGS)
+        self._monitor_ready = ReadyToReceive(self._monitor)
         self._watch = asyncio.create_task(self._watch_peer())
 
     def bind(self, address: str) -> None:
@@ -107,13 +110,14 @@ class ZmqLink(Generic[In, Out]):
         data = encode(message)
         if len(data) > self._max_message_bytes:
             raise ValueError(f"message of {len(data)} bytes exceeds the limit of {self._max_message_bytes}")
-        # Through the asyncio socket, whose bookkeeping keeps a waiting recv from missing its wake-up;
-        # without blocking, so that the future comes back done.
-        error = asyncio.ensure_future(self._socket.send(data, zmq.NOBLOCK)).exception()
-        if isinstance(error, zmq.Again):
-            raise Backpressure(f"the peer at {self.address} does not keep up")
-        if error is not None:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            raise Backpressure(f"the peer at {self.address} does not keep up") from None
+        except zmq.ZMQError as error:
             raise LinkClosed(f"sending to {self.address} failed: {error}") from error
+        finally:
+            self._ready.look()
 
     async def recv(self) -> In:
         data = await self._next_frame()
@@ -125,28 +129,25 @@ class ZmqLink(Generic[In, Out]):
             raise LinkClosed(f"the peer at {self.address} sent a malformed message: {error}") from error
 
     async def _next_frame(self) -> bytes:
-        if self._socket.closed:
-            raise LinkClosed(f"the link at {self.address} is closed")
-        if self._pending is None:
-            self._pending = asyncio.ensure_future(self._socket.recv())
-        if not self._pending.done():
-            # If this wait is cancelled, _pending stays and the next recv takes its message.
-            await asyncio.wait((self._pending, self._peer_gone), return_when=asyncio.FIRST_COMPLETED)
-        pending, self._pending = self._pending, None
-        if not pending.done():
-            pending.cancel()
-            if self._socket.closed:
-                raise LinkClosed(f"the link at {self.address} is closed")
-            pending = asyncio.ensure_future(self._socket.recv(zmq.NOBLOCK))  # what came before the peer went
-        if pending.cancelled() or isinstance(pending.exception(), zmq.ZMQError):
-            raise LinkClosed(f"the link at {self.address} is closed")
-        return pending.result()
+        while not self._socket.closed:
+            gone = self._peer_gone.done()  # what came before the peer went is still received
+            try:
+                return self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                if gone:
+                    break
+                await self._ready.wait()
+            except zmq.ZMQError:
+                break
+        raise LinkClosed(f"the link at {self.address} is closed")
 
     def close(self) -> None:
         """Also waits for what was sent to leave, at most the linger time: nothing at the gateway's end."""
         if self._socket.closed:
             return
         self._watch.cancel()
+        self._ready.close()
+        self._monitor_ready.close()
         self._end()
         self._socket.disable_monitor()
         self._monitor.close()
@@ -156,13 +157,14 @@ class ZmqLink(Generic[In, Out]):
     def _end(self) -> None:
         if not self._peer_gone.done():
             self._peer_gone.set_result(None)
+            self._ready.wake()
 
     async def _watch_peer(self) -> None:
         """Ends the link when the first connection ends; later ones (refused by PAIR) do not matter."""
         peer: int | None = None
         try:
             while True:
-                event = parse_monitor_message(await self._monitor.recv_multipart())
+                event = parse_monitor_message(await self._next_event())
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     peer = event["value"] if peer is None else peer
                 elif event["event"] != zmq.EVENT_DISCONNECTED or peer is None or event["value"] == peer:
@@ -170,6 +172,13 @@ class ZmqLink(Generic[In, Out]):
         except zmq.ZMQError as error:
             logger.debug("the monitor of %s ended: %s", self.address, error)
         self._end()
+
+    async def _next_event(self) -> list[bytes]:
+        while True:
+            try:
+                return self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                await self._monitor_ready.wait()
 
 
 def listen(
@@ -203,6 +212,7 @@ def dial_instance(address: str, key: FleetKey | None = None) -> ZmqLink[Up, Down
         kind=zmq.DEALER,
         heartbeat_ms=REMOTE_HEARTBEAT_MS,
         timeout_ms=REMOTE_TIMEOUT_MS,
+        reconnect_ms=NEVER_MS,  # with -1, ZeroMQ throws away what came before the connection ended and was not read yet
     )
     if key is not None:
         link.unlock(key)

@@ -101,3 +101,34 @@ def test_a_larger_fleet_gets_a_larger_table() -> None:
     known.joined(1, HELLO, 10**6)
     assert not known.knows(0), "it must be asked again"
     assert known.held(0, Tier.DEVICE).tolist() == []
+
+
+def test_a_table_that_is_too_small_is_replaced_and_everybody_asked() -> None:
+    known = directory()
+    assert known.heard(1, stored(1, B))
+    many = np.arange(1, 10**5, dtype=np.uint64).astype(">u8").tobytes()
+    full = CacheDump(sequence=5, changes=[CacheChange(2, True, many)])
+    assert not known.heard(0, full), "it did not fit: asked again, for a larger table"
+    assert not known.knows(1)
+    assert not known.heard(1, stored(2, C)), "what the other one had is gone too: it is asked"
+    assert known.heard(1, stored(3, C)), "once"
+    assert known.heard(0, full)
+    assert known.heard(1, CacheDump(sequence=3, changes=[CacheChange(1, True, B + C)]))
+    assert known.num_refused == 0
+    assert known.known(0).host_blocks == 10**5 - 1
+    assert known.matches(hashes(B, C)).l1.tolist() == [0, 2]
+
+
+def test_what_is_known_of_an_instance() -> None:
+    known = directory()
+    known.routed(0, hashes(A, B), now=0.0)
+    assert known.known(0).unreported_blocks == 2
+    known.heard(0, stored(1, A, A, B))
+    known.heard(0, stored(2, C, tier=2))
+    known.heard(0, CacheDelta(sequence=3, changes=[CacheChange(1, False, A)]))
+    one = known.known(0)
+    assert (one.sequence, one.device_blocks, one.host_blocks) == (3, 1, 1)
+    assert (one.gaps, one.dumps, one.unreported_blocks) == (0, 1, 0)
+    known.heard(0, stored(5, A))
+    assert known.known(0).sequence is None
+    assert (known.known(0).gaps, known.known(0).device_blocks) == (1, 0)

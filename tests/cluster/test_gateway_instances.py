@@ -163,7 +163,7 @@ def test_loads_are_added_up() -> None:
 
 def test_every_counter_is_added_up() -> None:
     now = {"running", "waiting", "kv_usage", "kv_cached", "blocked", "sequence", "progress"}  # state, not counted
-    now |= {"lacking", "decoding", "context", "oldest_wait_s", "leases", "step_times", "role", "term"}
+    now |= {"lacking", "decoding", "context", "oldest_wait_s", "leases", "step_times", "role", "term", "grade"}
     now |= {"cache_sequence", "tiers"}  # the latter tested beside its own parts
     counters = [name for name in EngineLoad.__struct_fields__ if name not in now]
     first = EngineLoad(**{name: 10 + place for place, name in enumerate(counters)})

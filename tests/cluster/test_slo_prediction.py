@@ -33,7 +33,7 @@ def test_nothing_is_predicted_before_steps_were_seen(times: StepTimes | None) ->
 
 def test_idle_instance() -> None:
     """One step with the prompt."""
-    assert predict_ttft(report(), demand()) == pytest.approx(0.02 + 1e-4 + 500 * 1e-4 + 500 * 1e-7)
+    assert predict_ttft(report(), demand()) == pytest.approx(0.02 + 1e-4 + 500 * 1e-4 + 800 * 1e-7)
     assert predict_tpot(report(), demand()) == pytest.approx(0.02 + 2e-4 + 800 * 1e-7)
 
 
@@ -53,12 +53,26 @@ def test_a_batch_that_decodes_slows_prompts_down() -> None:
     assert predicted > quiet + 5 * 32 * 2000 * 1e-7
 
 
-@pytest.mark.parametrize(("load", "short"), [({"running": 64, "waiting": 9}, 10), ({"running": 3, "blocked": 4}, 5)])
-def test_places_come_with_the_ends_of_others(load: dict[str, int], short: int) -> None:
-    assert predict_ttft(report(**load), demand(end_rate=2.0)) == pytest.approx(short / 2.0)
-    unknown = predict_ttft(report(**load), demand(end_rate=0.0))
+STEP_S = 0.02 + 20 * 2e-4 + 40_000 * 1e-7
+
+
+def test_places_come_with_the_ends_of_others() -> None:
+    """Ten of 20 that decode must end first, each after 300 steps."""
+    busy = report(running=64, waiting=9, decoding=20, context=40_000)
+    assert predict_ttft(busy, demand(output=300.0)) == pytest.approx(10 / 20 * 300 * STEP_S)
+    unknown = predict_ttft(busy, demand())
     assert unknown is not None
     assert unknown < 1.0
+
+
+def test_room_for_kv_comes_with_the_ends_of_others() -> None:
+    """10,000 tokens are free, 30,000 wanted; those that decode hold 2,000 each."""
+    busy = report(running=20, decoding=20, context=40_000, kv_usage=0.9)
+    predicted = predict_ttft(busy, demand(ahead=29_500.0, output=300.0))
+    assert predicted == pytest.approx(10 / 20 * 300 * STEP_S)
+    roomy = predict_ttft(busy, demand(ahead=5_000.0, output=300.0))
+    assert roomy is not None
+    assert roomy < 1.0
 
 
 def test_time_per_token_grows_with_batch_context_and_those_that_will_join() -> None:

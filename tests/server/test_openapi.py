@@ -18,14 +18,16 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 OPERATIONS = {
     "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
     "/health", "/ready", "/version", "/metrics", "/load",
-    "/reset_prefix_cache", "/flush_cache", "/debug/routing",
+    "/debug/fleet", "/debug/fleet/role", "/pd_role_switch",
+    "/reset_prefix_cache", "/flush_cache", "/debug/routing", "/debug/slo",
 }  # fmt: skip
 
 
 TAKE_NOTHING = {
     path
     for path in OPERATIONS
-    if path.startswith(("/v1/models", "/health", "/ready", "/ver", "/met", "/load", "/flush", "/debug/routing"))
+    if path.startswith(("/v1/models", "/health", "/ready", "/ver", "/met", "/load", "/flush", "/debug/routing", "/debug/slo"))
+    or path == "/debug/fleet"
 }
 GOOD, BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 

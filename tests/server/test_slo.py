@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import httpx
 from support.api_server import ApiServer
 
@@ -26,13 +28,16 @@ def test_load_of_the_server(client: httpx.Client) -> None:
 
 
 def test_a_request_that_waits_raises_it() -> None:
-    with ApiServer(slo_ttft_s=0.001) as server, server.client() as client:
+    with ApiServer() as server, server.client() as client:
         server.instance.paused = True
-        with client.stream("POST", TEXT, json={"prompt": "say:a", "stream": True}):
-            while (answer := SloResponse.model_validate(client.get("/debug/slo").json())).pools["prefill"].load <= 1.0:
-                pass
-            assert answer.waiting == 1
-            server.instance.paused = False
+        asking = threading.Thread(target=lambda: httpx.post(f"{server.url}{TEXT}", json={"prompt": "say:a"}))
+        asking.start()
+        server.until(lambda: server.gateway.in_flight == 1)
+        early, later = (SloResponse.model_validate(client.get("/debug/slo").json()) for _ in range(2))
+        assert (early.waiting, later.waiting) == (1, 1)
+        assert 0.0 < early.pools["prefill"].measured_s < later.pools["prefill"].measured_s
+        server.instance.paused = False
+        asking.join()
 
 
 def test_metrics(client: httpx.Client) -> None:

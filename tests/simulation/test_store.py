@@ -65,7 +65,11 @@ async def test_reads_and_writes_of_an_instance_share_its_way_and_others_have_the
 ) -> None:
     other = Machine(store)
     await other.store.put(KEYS[:2], PAGES[:2])
-    calls = [one.store.put(KEYS[2:5], PAGES[2:5]), one.store.get(KEYS[:2], PAGES[:2]), other.store.get(KEYS[:2], PAGES)]
+    calls = [
+        one.store.put(KEYS[2:5], PAGES[2:5]),
+        one.store.get(KEYS[:2], PAGES[:2]),
+        other.store.get(KEYS[:2], PAGES[:2]),
+    ]
     assert [took for _, took in await asyncio.gather(*map(timed, calls))] == [1.3, 1.5, 1.2]
 
 

@@ -15,7 +15,20 @@ from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 from kllm.cluster.gateway import Gateway
 from kllm.config import ServerConfig
-from kllm.messages import Abort, CacheCleared, ClearCache, Deltas, Down, Drain, Drained, EngineLoad, Hello, Submit, Up
+from kllm.messages import (
+    Abort,
+    CacheCleared,
+    ClearCache,
+    Deltas,
+    Down,
+    Drain,
+    Drained,
+    EngineLoad,
+    Hello,
+    SetRole,
+    Submit,
+    Up,
+)
 from kllm.request import Delta, Request, Timings, TokenLogprobs
 from kllm.server.app import create_app
 from kllm.server.http_server import HttpServer
@@ -96,6 +109,8 @@ class TellingInstance:
                         self.running.pop(request_id, None)
                 case Drain():
                     self.draining = True
+                case SetRole(role=role, term=term):
+                    self.link.send(EngineLoad(role=role, term=term, running=len(self.running)))
                 case ClearCache(token=token, store=store):
                     self.clears.append(store)
                     self.link.send(CacheCleared(token=token, complete=not self.running))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,11 @@ class SlotOwner:
     def __exit__(self, *exception: object) -> None:
         self.kill()
 
+    def stop(self) -> None:
+        """It stands still: none of its threads runs when this returns."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -51,6 +57,8 @@ async def main() -> None:
 
     kind, num_slots, page_bytes, host, *user = sys.argv[1:]
     if user:
+        import kllm.cache.transfer.shared_memory  # noqa: F401  # the other user may not read the interpreter's files
+
         os.setuid(int(user[0]))
     transfer = await make_transfer(kind, int(num_slots), int(page_bytes), host)  # type: ignore[arg-type]
     assert transfer is not None

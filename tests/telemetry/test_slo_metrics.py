@@ -51,7 +51,7 @@ def test_pools_and_instances() -> None:
     found = samples(snapshot())
     assert found["kllm:slo_load prefill"] == 3.0
     assert found["kllm:slo_load_measured prefill"] == 3.0
-    assert found["kllm:slo_load_predicted prefill"] == 0.05  # the one ahead, and its own step
+    assert found["kllm:slo_load_predicted prefill"] == 0.025  # the report says that nothing is ahead any more
     assert found["kllm:slo_load_predicted decode"] == 0.5
     assert found["kllm:slo_load decode"] == 0.5
     assert found["kllm:instance_slo_load 0 prefill"] == 3.0

@@ -179,11 +179,16 @@ class InFlight:
         running.sent_at = asyncio.get_running_loop().time()
         self._on_sent(submit)
         name = f"{submit.request.request_id}-{submit.attempt}"
-        async with aclosing(self._engine.complete(body, _header(name))) as chunks:
-            async for data in chunks:
-                delta = reader.read(data)
-                if delta is not None:
-                    self._take(running, delta)
+        try:
+            async with aclosing(self._engine.complete(body, _header(name))) as chunks:
+                async for data in chunks:
+                    delta = reader.read(data)
+                    if delta is not None:
+                        self._take(running, delta)
+        except (EngineFault, InvalidRequest):
+            if reader.finished:
+                return  # what came after the end does not matter
+            raise
         if not reader.finished:
             raise EngineFault("the answer ended without a reason")
 

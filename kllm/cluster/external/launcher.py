@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
+from urllib.parse import urlsplit
 
 from kllm.cluster.external.adapter import Adapter
 from kllm.cluster.external.config import ExternalEngine
+from kllm.cluster.launchers.launcher import VisitingLauncher
 from kllm.messages import Down, Up
 from kllm.transport.memory import MemoryLink, memory_pair
 
+logger = logging.getLogger(__name__)
+
 LINK_CAPACITY = 4096  # messages
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 class ExternalInstance:
@@ -37,7 +43,7 @@ class ExternalInstance:
         self.link.close()
 
 
-class ExternalLauncher:
+class ExternalLauncher(VisitingLauncher):
     """One incarnation lasts while the engine does; the next waits for it to be back.
 
     vocab_size: of the model, where the gateway knows it from a tokenizer. rng: draws pauses before a busy engine is
@@ -47,6 +53,7 @@ class ExternalLauncher:
     def __init__(
         self, config: ExternalEngine, *, vocab_size: int | None = None, rng: random.Random | None = None
     ) -> None:
+        self.address = config.url
         self._config = config
         self._vocab_size = vocab_size
         self._rng = rng or random.Random()
@@ -55,6 +62,9 @@ class ExternalLauncher:
             self._api_key = os.environ.get(config.api_key_env)
             if not self._api_key:
                 raise ValueError(f"api_key_env: the environment variable {config.api_key_env} is not set")
+            host = urlsplit(config.url).hostname
+            if config.url.startswith("http:") and host not in LOOPBACK:
+                logger.warning("the API key of %s travels unencrypted", config.url)
 
     async def launch(self) -> ExternalInstance:
         near, far = memory_pair(LINK_CAPACITY)

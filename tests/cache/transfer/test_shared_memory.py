@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,7 +40,7 @@ def test_pages_of_another_process() -> None:
         read(transfer, owner.address, [2, 3, 4, 7, 0], [7, 0, 1, 2, 3])
         assert [int(page[0]) for page in transfer.slots] == [4, 5, 8, 1, 0, 0, 0, 3]
         assert all((page == page[0]).all() for page in transfer.slots)
-        owner.process.send_signal(signal.SIGSTOP)
+        owner.stop()
         read(transfer, owner.address, [5], [5])  # its owner's time is not needed
         assert transfer.slots[5][0] == 6
         assert len(open_memory()) == 1, "a peer's memory is not held on to"

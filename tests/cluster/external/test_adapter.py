@@ -20,7 +20,7 @@ from kllm.cluster.routing import RoundRobin
 from kllm.messages import Abort, Deltas, Drain, Drained, EngineLoad, Failed, Hello, PrefillDone, SetRole, Submit, Up
 from kllm.request import Delta, Request, SamplingParams
 
-HANG_S = 20.0  # no test waits that long unless something is wrong
+HANG_S = 60.0  # a limit on hangs, not on speed: the machine may be busy with other things
 TOKENS = 12
 
 
@@ -155,7 +155,7 @@ def test_a_failed_request_is_tried_again_and_goes_on_where_it_was(fault: str) ->
 
 def test_silence_is_a_failure_too() -> None:
     async def main() -> None:
-        async with engines(2) as found, gateway_over(*found, read_timeout=0.3) as gateway:
+        async with engines(2) as found, gateway_over(*found, read_timeout=0.5) as gateway:
             found[0].faults = ["hang"]
             assert await tokens_of(gateway.generate(request())) == WHOLE
             await until(lambda: found[0].running == 0)
