@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="file that keeps the figures, by engine")
     arguments = parser.parse_args()
     console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines must not be left behind
     try:
         report = measure(arguments, console)
     except (ServerFailed, InstanceFailed, ModelSourceError, OSError, ValueError) as error:

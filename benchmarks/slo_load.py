@@ -1,6 +1,6 @@
 """SLO Load in virtual time: does 1 mean that the SLO is just missed, how early does it say so, and how often wrongly?
 
-    python benchmarks/slo_load.py [--instances 2] [--seconds 240] [--seeds 2] [--loads 0.4,0.6,…]
+    python benchmarks/slo_load.py [--instances 2] [--seconds 120] [--seeds 2] [--loads 0.4,0.6,…]
                                   [--routing cache-aware] [--json] [--results FILE]
 
 GLM-5.2 on 8 H200 an instance; made-up requests whose lengths vary by 80 %. The step times that instances really take
@@ -8,10 +8,10 @@ deviate from every model's and are noisy; predictions come from what each instan
 
 steady   a Poisson load of prompts and outputs: mean SLO Load, beside the p90 that clients saw over the SLO; and at
          which load each crosses 1.
-bursts   of long prompts, and of long outputs, above capacity: seconds from the first prediction of at least 1 to the
-         first measurement of at least 1, of every episode.
+bursts   of long prompts, and of long outputs, on a light load, every 80 s and of 0.8 to 2.4 times what the SLO allows
+         in the long run: seconds from the first prediction of at least 1 to the first measurement of at least 1.
 alarms   in the same runs: samples whose prediction is at least 1 although no more than a tenth of the requests that
-         arrive in the next 10 s miss the SLO (false), and samples below 1 although more do (unseen).
+         arrive in the next 10 s miss the SLO (false), and samples below 1 although more of the next 2 s do (unseen).
 
 Figures go to benchmarks/results/slo_load.json.
 """
@@ -24,7 +24,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,33 +40,38 @@ from kllm.simulation.config import SimulationConfig
 from kllm.simulation.results import FleetResult
 from kllm.simulation.run import simulate
 from kllm.telemetry.statistics import percentile
+from kllm.workload.arrivals import poisson_arrivals
+from kllm.workload.generators import random_samples
+from kllm.workload.sample import Sample
 
 RESULTS = Path(__file__).parent / "results" / "slo_load.json"
 SIDES = {"prefill": ("TTFT", "ttft_s"), "decode": ("TPOT", "tpot_s")}
-WARM_UP = 0.2  # of a run, left out
-AHEAD_S = 10.0  # how far an alarm looks
+WARM_UP = 0.1  # of a run, left out
+AHEAD_S, NEXT_S = 10.0, 2.0  # how far an alarm looks, and what it should have seen
 EPISODE_S = 30.0  # an alarm this long before a measurement belongs to it
 QUIET_S = 10.0  # below 1 for so long: the next time is another episode
 STEADY_FIGURES = ("load", "predicted", "measured", "clients_p90")
-LOADS = [0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
-BURST_ON_S, BURST_OFF_S = 15.0, 45.0  # on average
+LOADS = [0.4, 0.6, 0.7, 0.8, 0.9]
+BURSTS = (1.4, 0.8, 2.4, 1.1, 1.8)  # of what the SLO allows in the long run, one after the other
+BURST_S, BURST_EVERY_S = 15.0, 80.0
+BASE = 0.3  # between them
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens, and the SLOs in milliseconds. burst: load while a burst lasts."""
+    """Tokens, and the SLOs in milliseconds. rate: requests a second and instance that just meet the SLO, roughly."""
 
     prompt: int
     output: int
     ttft_ms: float
     tpot_ms: float
-    burst: float = 0.0
+    rate: float = 0.0
 
 
-STEADY = Workload(prompt=8000, output=300, ttft_ms=500.0, tpot_ms=60.0)
-BURSTS = {
-    "long prompts": ("prefill", Workload(prompt=8000, output=100, ttft_ms=2000.0, tpot_ms=60.0, burst=1.6)),
-    "long outputs": ("decode", Workload(prompt=500, output=1500, ttft_ms=2000.0, tpot_ms=30.0, burst=2.0)),
+STEADY = Workload(prompt=8000, output=150, ttft_ms=500.0, tpot_ms=60.0)
+SCENARIOS = {
+    "long prompts": ("prefill", Workload(prompt=8000, output=50, ttft_ms=2000.0, tpot_ms=60.0, rate=5.0)),
+    "long outputs": ("decode", Workload(prompt=500, output=600, ttft_ms=2000.0, tpot_ms=20.0, rate=3.0)),
 }
 
 
@@ -149,31 +154,24 @@ def crossing(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 def sweep(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """By side: rows of load and figures, and what they come to."""
-    task = progress.add_task("steady load", total=len(arguments.loads) * arguments.seeds)
+    task = progress.add_task("steady load", total=len(arguments.loads))
     top = saturation(arguments, STEADY)
     rows = []
     for load in arguments.loads:
-        runs = []
-        for seed in range(arguments.seeds):
-            rate = load * top
-            count = round(rate * arguments.seconds)
-            config = configuration(arguments, STEADY, seed, request_rate=rate, num_prompts=count)
-            runs.append(sweep_run(simulate(config)))
-            progress.advance(task)
-        rows.append((load, runs))
+        rate = load * top
+        config = configuration(arguments, STEADY, 0, request_rate=rate, num_prompts=round(rate * arguments.seconds))
+        rows.append((load, sweep_run(simulate(config))))
+        progress.advance(task)
     return {name: summary_of(name, rows) for name, _ in SIDES.values()}
 
 
-def summary_of(name: str, rows: Sequence[tuple[float, list[dict[str, Any]]]]) -> dict[str, Any]:
-    table = [
-        {"offered": load} | {key: statistics.fmean(run[name][key] for run in runs) for key in runs[0][name]}
-        for load, runs in rows
-    ]
+def summary_of(name: str, rows: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
+    """Of one side. rows: (load offered, figures of sweep_run)."""
+    table = [{"offered": load} | run[name] for load, run in rows]
     offered = [row["offered"] for row in table]
-    single = [run[name] for _, runs in rows for run in runs]
     return {
         "rows": [{key: round(value, 3) for key, value in row.items()} for row in table],
-        "correlation": _correlation([run["load"] for run in single], [run["clients_p90"] for run in single]),
+        "correlation": _correlation([row["load"] for row in table], [row["clients_p90"] for row in table]),
         "crosses_1": {key: _rounded(crossing(offered, [row[key] for row in table])) for key in STEADY_FIGURES},
     }
 
@@ -204,8 +202,8 @@ def leads(samples: Sequence[Tick]) -> list[float | None]:
             last_over = tick.at
         if tick.side.measured >= 1.0:
             if quiet_since is not None and tick.at - quiet_since >= QUIET_S:
-                near = over_since is not None and tick.at - last_over < QUIET_S
-                found.append(min(tick.at - (over_since or 0.0), EPISODE_S) if near else None)
+                early = over_since is not None and tick.at - last_over < QUIET_S
+                found.append(min(tick.at - over_since, EPISODE_S) if early else None)
             quiet_since = None
         elif quiet_since is None:
             quiet_since = tick.at
@@ -216,38 +214,47 @@ def alarms(result: FleetResult, samples: Sequence[Tick], figure: str) -> Counter
     """Samples by prediction, load (the larger of prediction and measurement), and what follows."""
     counts: Counter[str] = Counter()
     for tick in samples:
-        following = seen(result, figure, tick.at, tick.at + AHEAD_S)
-        if not following:
+        late, next_late = (_late(tick, seen(result, figure, tick.at, tick.at + span)) for span in (AHEAD_S, NEXT_S))
+        if late is None:
             continue
-        late = sum(value > tick.side.slo_s for value in following) > 0.1 * len(following)
-        counts.update(samples=1, misses=late)
+        counts.update(samples=1, misses=next_late or False)
         for name, value in (("predicted", tick.side.predicted), ("load", tick.side.load)):
             alarm = value >= 1.0
-            counts.update({name: alarm, f"{name}_false": alarm and not late, f"{name}_unseen": late and not alarm})
+            counts[name] += alarm
+            counts[f"{name}_false"] += alarm and not late
+            counts[f"{name}_unseen"] += bool(next_late) and not alarm
     return counts
+
+
+def _late(tick: Tick, values: Sequence[float]) -> bool | None:
+    """More than a tenth is beyond the SLO; None of nothing."""
+    return sum(value > tick.side.slo_s for value in values) > 0.1 * len(values) if values else None
+
+
+def burst_samples(work: Workload, instances: int, seed: int) -> list[Sample]:
+    """All bursts."""
+    samples: list[Sample] = []
+    for number, factor in enumerate(BURSTS):
+        rate, own = factor * work.rate * instances, 1000 * seed + number
+        requests = random_samples(round(rate * BURST_S), work.prompt, work.output, 0.8, own)
+        arrivals = poisson_arrivals(rate, own)
+        begin = (number + 0.5) * BURST_EVERY_S
+        samples += [replace(sample, arrival_s=begin + at) for sample, at in zip(requests, arrivals, strict=False)]
+    return samples
 
 
 def bursts(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """By kind of burst."""
-    task = progress.add_task("bursts", total=len(BURSTS) * arguments.seeds)
+    task = progress.add_task("bursts", total=len(SCENARIOS) * arguments.seeds)
     figures = {}
-    for name, (pool, work) in BURSTS.items():
+    for name, (pool, work) in SCENARIOS.items():
         found: list[float | None] = []
         counts: Counter[str] = Counter()
-        share = BURST_ON_S / (BURST_ON_S + BURST_OFF_S)
-        rate = work.burst * share * saturation(arguments, work)
+        rate = BASE * work.rate * arguments.instances
         for seed in range(arguments.seeds):
-            config = configuration(
-                arguments,
-                work,
-                seed,
-                request_rate=rate,
-                arrivals="bursty",
-                burst_on=BURST_ON_S,
-                burst_off=BURST_OFF_S,
-                num_prompts=round(2 * rate * arguments.seconds),
-            )
-            result = simulate(config)
+            count = round(rate * BURST_EVERY_S * len(BURSTS))
+            config = configuration(arguments, work, seed, request_rate=rate, num_prompts=count)
+            result = simulate(config, extra=burst_samples(work, arguments.instances, seed))
             samples = ticks(result, pool)
             found += leads(samples)
             counts.update(alarms(result, samples, SIDES[pool][1]))
@@ -300,8 +307,8 @@ def show(figures: dict[str, Any], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=120.0, help="of steady load at each rate")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each kind of burst")
     parser.add_argument("--loads", type=lambda text: [float(part) for part in text.split(",")], default=LOADS)
     parser.add_argument("--routing", default="cache-aware")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

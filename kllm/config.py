@@ -293,9 +293,10 @@ class ServerConfig(Config):
     @property
     def roles(self) -> list[Role]:
         """Of the instances, in order."""
-        if not self.prefill:
-            return ["both" for _ in range(self.instances)]
-        return [*("prefill" for _ in range(self.prefill)), *("decode" for _ in range(self.decode))]
+        prefill: list[Role] = ["prefill"]
+        decode: list[Role] = ["decode"]
+        both: list[Role] = ["both"]
+        return prefill * self.prefill + decode * self.decode if self.prefill else both * self.instances
 
 
 class ListenConfig(Config):

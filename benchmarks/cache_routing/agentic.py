@@ -1,8 +1,8 @@
 """A slice of the agentic trace that loads a fleet: the beginnings of many sessions instead of all of a few.
 
-The trace's sessions have 60 turns in the mean and pauses of hours: its first 600 requests are ten sessions, spread over a
-day. Taken are the first TURNS turns of each session (not of sub-agents) whose first prompt has at most LONGEST tokens,
-with pauses of at most PAUSE_S; nine in ten pauses after a tool's call are below 72 s, half below 8 s.
+The trace's sessions have 60 turns in the mean and pauses of hours: its first 600 requests are ten sessions over a day.
+Taken are the first TURNS turns of each session (not of sub-agents) whose first prompt has at most LONGEST tokens, with
+pauses of at most PAUSE_S; nine in ten pauses after a tool's call are below 72 s, half below 8 s.
 """
 
 from __future__ import annotations

@@ -35,15 +35,14 @@ def measure(console: Console) -> dict[str, Any]:
             kept = ("hit_rate", "ttft_mean_s", "ttft_p95_s", "goodput_rps", "slo_share")
             runs.setdefault(name, {})[str(load)] = {figure: round(found[figure], 4) for figure in kept}
     _show(runs, console)
-    neither, both = list(runs.values())[0], list(runs.values())[-1]
+    neither, *_, both = runs.values()
+    gained = {load: round(100 * (both[load]["hit_rate"] - neither[load]["hit_rate"]), 1) for load in both}
     return {
         "trace": TRACE,
         "instances": INSTANCES,
         "requests": REQUESTS,
         "runs": runs,
-        "hit_rate_points": {
-            load: round(100 * (both[load]["hit_rate"] - neither[load]["hit_rate"]), 1) for load in both
-        },
+        "hit_rate_points": gained,
         "throughput": round(_most(both) / _most(neither), 3),
         "reported": PAPER,
     }

@@ -1,7 +1,8 @@
 """What a decision costs: for a prompt of 128,000 tokens over 64 instances, and the size of the index.
 
 A decision is what the gateway does between a request's arrival and its submission: look up what every instance has of
-the prompt, make the candidates, choose, and log it with all scores. The hashing of the prompt is left out: Workers do it.
+the prompt, make the candidates, choose, log it with all scores, and expect the prompt where it is sent. The hashing of
+the prompt is left out: Workers do it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kllm.cluster.prefix_index import Hashes
 from kllm.cluster.routing import Candidate
 from kllm.cluster.routing_log import Decision, RoutingLog, weighed
 from kllm.messages import CacheChange, CacheDump, Hello
-from kllm.request import Request
+from kllm.request import Request, SamplingParams
 
 INSTANCES, BLOCKS_EACH = 64, 125_000
 PROMPT_TOKENS, BLOCK_TOKENS = 128_000, 16
@@ -27,34 +28,29 @@ DECISIONS = 400
 LARGE_INSTANCES, LARGE_BLOCKS = 8, 1_000_000
 
 
-def filled(instances: int, blocks: int, rng: np.random.Generator) -> tuple[CacheDirectory, list[Hashes]]:
-    """A directory of instances that hold so many blocks each, none in common; and their hashes."""
+def filled(instances: int, blocks: int, rng: np.random.Generator, prompt: Hashes | None = None) -> CacheDirectory:
+    """A directory of instances that hold so many blocks each, none in common; and of a prompt another share each, the
+    last one all of it."""
     directory = CacheDirectory(instances)
     hello = Hello(instance_id="i", incarnation="1", num_blocks=blocks, block_tokens=BLOCK_TOKENS, fingerprint="f")
-    held = []
     for index in range(instances):
         directory.joined(index, hello, instances * blocks)
     for index in range(instances):
-        hashes = rng.integers(1, 2**63, blocks, dtype=np.uint64)
-        _tell(directory, index, hashes)
-        held.append(hashes)
-    return directory, held
-
-
-def _tell(directory: CacheDirectory, instance: int, hashes: Hashes) -> None:
-    told = hashes.astype(">u8").tobytes()
-    assert directory.heard(instance, CacheDump(sequence=0, changes=[CacheChange(1, True, told)]))
+        held = rng.integers(1, 2**63, blocks, dtype=np.uint64)
+        if prompt is not None:
+            held = np.concatenate((held, prompt[: (index + 1) * len(prompt) // instances]))
+        change = CacheChange(1, True, held.astype(">u8").tobytes())
+        assert directory.heard(index, CacheDump(sequence=0, changes=[change]))
+    return directory
 
 
 def decision_times() -> dict[str, float]:
     """Milliseconds of processor time of a decision; every instance has another share of the prompt."""
     rng = np.random.default_rng(1)
     prompt = rng.integers(1, 2**63, PROMPT_TOKENS // BLOCK_TOKENS, dtype=np.uint64)
-    directory, held = filled(INSTANCES, BLOCKS_EACH, rng)
-    for index, hashes in enumerate(held):
-        _tell(directory, index, np.concatenate((hashes, prompt[: (index + 1) * len(prompt) // INSTANCES])))
+    directory = filled(INSTANCES, BLOCKS_EACH, rng, prompt)
     router, log = CacheAware(random.Random(0)), RoutingLog()
-    request = Request(request_id="r", prompt_token_ids=[1] * PROMPT_TOKENS)
+    request = Request(request_id="r", prompt_token_ids=[1] * PROMPT_TOKENS, params=SamplingParams())
     times = []
     for number in range(DECISIONS):
         began = time.thread_time()
@@ -99,7 +95,7 @@ def measure(console: Console) -> dict[str, Any]:
     with console.status("decisions"):
         times = decision_times()
     with console.status("size"):
-        directory, _ = filled(LARGE_INSTANCES, LARGE_BLOCKS, np.random.default_rng(2))
+        directory = filled(LARGE_INSTANCES, LARGE_BLOCKS, np.random.default_rng(2))
     pairs = sum(directory.known(index).device_blocks for index in range(LARGE_INSTANCES))
     size = {"instances": LARGE_INSTANCES, "blocks_each": LARGE_BLOCKS, "pairs": pairs, "bytes": directory.bytes_used}
     size["bytes_per_pair"] = round(directory.bytes_used / pairs, 2)

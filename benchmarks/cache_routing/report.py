@@ -69,20 +69,19 @@ def _cells(one: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+HEAD = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Routers compared</title>
+<meta name="viewport" content="width=device-width"><style>{CSS}{MORE_CSS}</style></head><body><main>
+<h1>Routers compared</h1><p class="lead">GLM-5.2 on 8 H200 an instance, virtual time. A load is a share of what the
+fleet could do if requests were dealt out in turn. Goodput: requests within TTFT 4 s and TPOT 60 ms, for each second in
+which requests came. Means over the seeds.</p>"""
+FOOT = "<footer>python benchmarks/routing.py --matrix</footer></main></body></html>"
+
+
 def write_page(kept: dict[str, Any], path: Path) -> None:
     """kept: the content of routing.json."""
     comparisons = {title: part for title, part in kept.items() if "by_load" in part}
     body = "".join(_section(title, part) for title, part in comparisons.items())
-    path.write_text(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Routers compared</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{CSS}{MORE_CSS}</style></head><body><main>'
-        "<h1>Routers compared</h1><p class='lead'>GLM-5.2 on 8 H200 an instance, virtual time. A load is a share of what "
-        "the fleet could do if requests were dealt out in turn. Goodput: requests within TTFT 4 s and TPOT 60 ms, for each "
-        "second in which requests came. Means over the seeds.</p>"
-        f"{_verdicts(comparisons)}{body}"
-        "<footer>python benchmarks/routing.py --matrix</footer></main></body></html>\n",
-        encoding="utf-8",
-    )
+    path.write_text(f"{HEAD}{_verdicts(comparisons)}{body}{FOOT}\n", encoding="utf-8")
 
 
 def _verdicts(comparisons: dict[str, Any]) -> str:
@@ -93,9 +92,9 @@ def _verdicts(comparisons: dict[str, Any]) -> str:
     )
     return (
         "<section class='card'><h2>Ours over the best of the others</h2><p class='note'>Each figure against whichever "
-        "router is best at it. Goodput: at least 0.99 is wanted everywhere, at least 1 at 0.9; times to first token: less "
-        f"is better.</p><div class='scroll'><table><tr><th>trace, fleet</th><th>load</th><th>goodput</th><th>mean TTFT</th>"
-        f"<th>p95 TTFT</th></tr>{rows}</table></div></section>"
+        "router is best at it. Goodput: at least 0.99 is wanted everywhere, at least 1 at 0.9; times to first token: "
+        "less is better.</p><div class='scroll'><table><tr><th>trace, fleet</th><th>load</th><th>goodput</th>"
+        f"<th>mean TTFT</th><th>p95 TTFT</th></tr>{rows}</table></div></section>"
     )
 
 

@@ -35,15 +35,15 @@ class Shape:
 
 
 def make_requests(shape: Shape, seed: int, name: str) -> list[Request]:
-    """Prompts of random tokens. Another seed shares nothing."""
-    rng = random.Random(seed)
+    """Prompts of random tokens, which loads of different names do not share; those of one seed have one order."""
+    rng = random.Random(name)
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(count)]
 
     prefixes = [tokens(shape.prefix_tokens) for _ in range(shape.prefixes)]
     order = [prefix for prefix in prefixes for _ in range(shape.turns)]
-    rng.shuffle(order)
+    random.Random(seed).shuffle(order)
     params = SamplingParams(temperature=0.0, max_tokens=shape.output_tokens, ignore_eos=True)
     return [
         Request(request_id=f"{name}-{n}", prompt_token_ids=prefix + tokens(shape.suffix_tokens), params=params)

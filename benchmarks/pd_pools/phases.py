@@ -21,6 +21,7 @@ PREFILL, DECODE = 4, 4
 PHASE_S, CYCLES = 15.0, 2
 PROMPTS = {"input": (4_000, 28_000), "output": (20, 100)}  # a burst of long prompts
 OUTPUTS = {"input": (256, 1_024), "output": (50, 350)}  # and one of long outputs
+SLO = {"slo_ttft_ms": 1000.0, "slo_tpot_ms": 18.0}
 ENGINE = {"max_num_seqs": 64, "block_size": 256, "start_s": 1.0}
 ROWS = 18  # that decode within the SLO
 LOADS = (0.7, 0.9, 1.1)
@@ -57,7 +58,7 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 def configuration(trace: str, fleet: dict[str, Any], seed: int) -> SimulationConfig:
     size = {"instances": PREFILL + DECODE} if "routing" in fleet else {"prefill": PREFILL, "decode": DECODE}
-    rest = {"trace": trace, "seed": seed} | ENGINE
+    rest = {"trace": trace, "seed": seed} | ENGINE | SLO
     return SimulationConfig.model_validate(size | rest | fleet)
 
 

@@ -10,15 +10,13 @@ from kllm.simulation.run import simulate
 from kllm.simulation.summary import summarise
 from kllm.telemetry.statistics import Slo
 
-SLO = Slo(ttft_ms=1000.0, tpot_ms=15.0)
-
 Figures = dict[str, float]
 
 
 def one_run(config: SimulationConfig) -> Figures:
     """worst_waiting: requests that wait at the instance where most do, mean over time; of P's (or all), and of D's.
     slo_share: of all requests."""
-    report = summarise(simulate(config), SLO)
+    report = summarise(simulate(config), Slo(config.slo_ttft_ms, config.slo_tpot_ms))
     waiting: list[float] = [figures["waiting"] for figures in report["instances"]]
     split = config.prefill or len(waiting)
     return {

@@ -19,6 +19,7 @@ TIERS = {1: Tier.DEVICE, 2: Tier.HOST, 3: Tier.STORE}
 EXPECTED_BLOCKS = 1 << 17
 EXPECTED_S = 60.0
 LEAST_BLOCKS = 1 << 16
+REFUSED = 64  # a table that refuses more than one in so many blocks is replaced by one of twice its size
 LARGEST = 1 << 24  # blocks: 500 MB
 
 
@@ -158,7 +159,7 @@ class CacheDirectory:
         self._unreported[instance] = 0
         for change in report.changes:
             self._apply(instance, change)
-        if self._index.num_refused and self._capacity < LARGEST:  # host memory holds more than devices do
+        if self._index.num_refused > self._capacity // REFUSED and self._capacity < LARGEST:
             self._enlarge(min(LARGEST, 2 * self._capacity))
             self._unasked.discard(instance)
             return False

@@ -21,33 +21,34 @@ class Pauses:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, float] = {}  # by index: at the end of the last pause
+        self._last: dict[int, tuple[int, float]] = {}  # by index: steps reported then, steps at the end of the pause
 
     def bears(self, candidate: Candidate, times: StepTimes, tokens: int, slo_s: float) -> bool:
         """With a request of so many tokens, of which it lacks some. slo_s: of a step."""
         slack = slo_s - step_seconds(candidate, times, tokens)
-        if slack <= 0:
-            return False
-        if _in_a_step(candidate, times, tokens) <= slack:
-            return True
-        pause = (ahead(candidate) + lacking(candidate, tokens)) * times.new_token
-        return pause <= slack * self._spread(candidate)
+        return slack > 0 and (
+            pause_seconds(candidate, times, tokens, slo_s) == 0.0
+            or (ahead(candidate) + lacking(candidate, tokens)) * times.new_token <= slack * self._spread(candidate)
+        )
 
     def taken(self, candidate: Candidate, times: StepTimes, tokens: int, slo_s: float) -> None:
         """It has got that request."""
-        step = step_seconds(candidate, times, tokens)
-        if _in_a_step(candidate, times, tokens) > slo_s - step:
-            self._steps[candidate.index] = candidate.load.steps + REPORT_S / step
+        if pause_seconds(candidate, times, tokens, slo_s) > 0.0:
+            steps = candidate.load.steps
+            self._last[candidate.index] = (steps, steps + REPORT_S / step_seconds(candidate, times, tokens))
 
     def _spread(self, candidate: Candidate) -> float:
-        since = candidate.load.steps - self._steps.get(candidate.index, float("-inf"))
-        another = candidate.load.steps + REPORT_S / LEAST_STEP_S < self._steps.get(candidate.index, 0.0)
-        if decoding(candidate) == 0 or another:
+        """Steps that the next pause may be weighed against."""
+        before, after = self._last.get(candidate.index, (0, 0.0))
+        steps = candidate.load.steps
+        if decoding(candidate) == 0 or after == 0.0 or steps < before:  # nobody to bear it, the first, or a new process
             return SPREAD
-        return max(0.0, min(SPREAD, since))
+        return max(0.0, min(SPREAD, steps - after))
 
 
-def _in_a_step(candidate: Candidate, times: StepTimes, tokens: int) -> float:
-    """Seconds that it adds to the longest step."""
-    compute = ahead(candidate) + lacking(candidate, tokens)
-    return min(compute, candidate.chunk_tokens or CHUNK_TOKENS) * times.new_token
+def pause_seconds(candidate: Candidate, times: StepTimes, tokens: int, slo_s: float) -> float:
+    """How long it holds those who decode there up; 0.0 if it is so short that no step is beyond the SLO."""
+    compute = lacking(candidate, tokens)
+    in_a_step = min(ahead(candidate) + compute, candidate.chunk_tokens or CHUNK_TOKENS) * times.new_token
+    short = in_a_step <= slo_s - step_seconds(candidate, times, tokens)
+    return 0.0 if short else compute * times.new_token

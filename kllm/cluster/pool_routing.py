@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from kllm.cluster.cache_routing import drawn
+from kllm.cluster.pool_pauses import Pauses, pause_seconds
 from kllm.cluster.pool_prediction import (
     Times,
     TransferCost,
@@ -26,7 +27,6 @@ from kllm.cluster.pool_prediction import (
     step_seconds,
     transfer_seconds,
 )
-from kllm.cluster.pool_pauses import Pauses
 from kllm.cluster.routing import Candidate
 from kllm.request import Request
 
@@ -66,16 +66,23 @@ class PoolPolicy(Protocol):
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """tpot_slo_s: seconds per output that nobody at a D should see more of. high_water: share of a D's KV blocks beyond
+    """tpot_slo_s: seconds per output that nobody at a D should see more of; steps are kept within the share `headroom`
+    of it, since predictions err and there is more to a token than its step. high_water: share of a D's KV blocks beyond
     which it is full. horizon: outputs that a request is expected to have, unless its own limit is less.
     transfer: None: neither what KV a D has nor what bringing it costs is weighed.
     conditional: a request may stay where it is prefilled."""
 
     tpot_slo_s: float = 0.06
+    headroom: float = 0.85
     high_water: float = 0.9
     horizon: int = 256
     transfer: TransferCost | None = TransferCost()
     conditional: bool = True
+
+    @property
+    def step_s(self) -> float:
+        """Longest step."""
+        return self.headroom * self.tpot_slo_s
 
 
 class GlobalPools:
@@ -150,7 +157,7 @@ class GlobalPools:
         expected = outputs_ahead(request, outputs, self.settings.horizon)
         apart = min(score for _, score in separated.scores)
         apart += min(self.decoding_cost(c, times, tokens, expected, False) for c in decode)
-        slo, quick = self.settings.tpot_slo_s, self._quick(self._roomy(decode, tokens), times, tokens)
+        slo, quick = self.settings.step_s, self._quick(self._roomy(decode, tokens), times, tokens)
         able = [c for c in quick if self._pauses.bears(c, times.of(c), tokens, slo)]
         if not quick:
             calm = self._quick(self._roomy(prefill, tokens), times, tokens)
@@ -163,16 +170,17 @@ class GlobalPools:
         self._pauses.taken(kept, times.of(kept), tokens, slo)
         return Choice(chosen, False, f"it stays: quicker than {apart:.3f} s in two stages", scores)
 
-    @staticmethod
-    def _staying_cost(candidate: Candidate, times: Times, tokens: int, expected: int) -> float:
+    def _staying_cost(self, candidate: Candidate, times: Times, tokens: int, expected: int) -> float:
+        """Seconds, of this request; a pause of those who decode there counts as one of its own."""
         own = times.of(candidate)
-        return prefill_seconds(candidate, own, tokens) + decode_seconds(candidate, own, tokens, expected)
+        pause = pause_seconds(candidate, own, tokens, self.settings.step_s)
+        return prefill_seconds(candidate, own, tokens) + decode_seconds(candidate, own, tokens, expected) + pause
 
     def _roomy(self, candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
         return [c for c in candidates if fullness(c, tokens) <= self.settings.high_water]
 
     def _quick(self, candidates: Sequence[Candidate], times: Times, tokens: int) -> list[Candidate]:
-        return [c for c in candidates if step_seconds(c, times.of(c), tokens) <= self.settings.tpot_slo_s]
+        return [c for c in candidates if step_seconds(c, times.of(c), tokens) <= self.settings.step_s]
 
     def _able(self, decode: Sequence[Candidate], times: Times, tokens: int) -> tuple[list[Candidate], str]:
         """Those that pass the guards, and how they are weighed; none if all are full."""

@@ -132,7 +132,7 @@ class GroupsInTurn(FixedGroups):
         return super().arrive(request, outputs, [c for c in prefill if c.index in members], decode)
 
 
-POOL_POLICIES: dict[str, Callable[[random.Random], PoolPolicy]] = {
+POOL_POLICIES: dict[str, Callable[[random.Random, PoolSettings], PoolPolicy]] = {
     "global": GlobalPools,
     "separate-always": SeparateAlways,
     "load-only": LoadOnly,
@@ -154,14 +154,14 @@ def even_groups(prefill: int, decode: int, groups: int) -> list[list[int]]:
     ]
 
 
-def pool_policy(name: str, prefill: int, decode: int, rng: random.Random) -> PoolPolicy:
+def pool_policy(name: str, prefill: int, decode: int, settings: PoolSettings, rng: random.Random) -> PoolPolicy:
     """One of POOL_POLICIES, or groups:N and groups-in-turn:N, for instances that are P's first and then D's.
 
     Raises ValueError."""
     if name in POOL_POLICIES:
-        return POOL_POLICIES[name](rng)
+        return POOL_POLICIES[name](rng, settings)
     kind, _, count = name.partition(":")
     if kind not in ("groups", "groups-in-turn") or not count.isdecimal():
         raise ValueError(f"{name!r} is not one of {', '.join(POOL_POLICIES)}, groups:N, groups-in-turn:N")
     groups = even_groups(prefill, decode, int(count))
-    return FixedGroups(groups, rng) if kind == "groups" else GroupsInTurn(groups, rng)
+    return (FixedGroups if kind == "groups" else GroupsInTurn)(groups, rng, settings)

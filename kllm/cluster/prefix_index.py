@@ -27,7 +27,7 @@ WAYS = 8
 GROUP = 64  # instances whose bits share a word
 MOST_INSTANCES = 256
 FULL = 0.85  # of all places: beyond this, new blocks wait for others to go
-SPILL = 8  # buckets in a row that a key may be in
+SPILL = 16  # buckets in a row that a key may be in
 SCANNED = 1 << 16  # places looked through at once
 
 Hashes = npt.NDArray[np.uint64]

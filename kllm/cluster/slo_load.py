@@ -194,11 +194,13 @@ class SloLoad:
     def _demand(
         self, typical: Demand, report: InstanceReport, now: float, measured: _Measured, there: _Open, joining: float
     ) -> Demand:
-        submitted = sum(request.lacking for request in there.waiting)
-        recent = sum(request.lacking for request in there.waiting if request.submitted > now - REPORT_S)
+        ahead = report.load.lacking
+        if report.role != "decode":  # there, what comes has its first token
+            recent = sum(request.lacking for request in there.waiting if request.submitted > now - REPORT_S)
+            ahead = min(ahead + recent, sum(request.lacking for request in there.waiting))
         return msgspec.structs.replace(
             typical,
-            ahead=float(min(submitted, report.load.lacking + recent)),
+            ahead=float(ahead),
             joining=joining,
             token_rate=0.0 if report.role == "decode" else sum(measured.tokens.values(now)) / RATE_S,
         )

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kllm.cluster.breaker import Breaker
 from kllm.cluster.cache_directory import CacheReport
 from kllm.cluster.instance_handle import InstanceFailed, InstanceHandle
@@ -100,6 +102,7 @@ class Slot:
         self._started = False
         self._barren_deaths = 0  # in a row
         self._past = EngineLoad()  # counters of past incarnations
+        self._before = ("", self._past)  # the last one, and what _past was before it
 
     # --- what can be seen ---
 
@@ -202,7 +205,7 @@ class Slot:
         hello = handle.hello
         return InstanceReport(
             index=self.index,
-            load=handle.load,
+            load=msgspec.structs.replace(handle.load, progress=None),  # snapshots are kept
             role=self.role,
             chunk_tokens=hello.chunk_tokens,
             max_num_seqs=hello.max_num_seqs,
@@ -355,6 +358,8 @@ class Slot:
             return str(error)
         self._started, self.fruitful, self.trouble = True, False, None
         self._handle = handle
+        if self.incarnation and self.incarnation == self._before[0]:
+            self._past = self._before[1]  # the same one, found again: its counters go on
         self.breaker.reset()
         if self._grade:
             handle.set_grade(self._grade)
@@ -401,7 +406,7 @@ class Slot:
 
     def _end_incarnation(self) -> InstanceHandle:
         assert self._handle is not None
-        self._past = self.totals
+        self._before, self._past = (self.incarnation, self._past), self.totals
         handle, self._handle = self._handle, None
         return handle
 

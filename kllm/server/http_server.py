@@ -27,7 +27,6 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # nobody asks for the client's address
                 timeout_keep_alive=IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=CLOSE_S,
             )

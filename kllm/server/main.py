@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 import random
@@ -207,6 +208,8 @@ def _web_stack(gateway: Gateway, source: ModelSource, config: ServerConfig, mode
     chat = ChatTemplate(template, tokenizer.bos_token, tokenizer.eos_token)
     names = config.served_model_name or [model]
     app = create_app(gateway, tokenizer, config, names, chat, root=model)
+    gc.collect()
+    gc.freeze()  # modules and the vocabulary stay: collections need not walk them while requests wait
     return HttpServer(app), app.state.service
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from kllm.cluster.pool_routing import PoolSettings
 from kllm.cluster.pool_variants import POOL_POLICIES, pool_policy
 from kllm.config import Bytes, RoutingName
 from kllm.messages import Role
@@ -160,5 +161,5 @@ class SimulationConfig(WorkloadConfig):
             raise ValueError("give either instances, or prefill and decode")
         if self.prefill and not self.enable_prefix_caching:
             raise ValueError("KV is handed over as cached prefixes: prefill and decode need enable_prefix_caching")
-        pool_policy(self.pools, max(1, self.prefill), max(1, self.decode), random.Random(0))
+        pool_policy(self.pools, max(1, self.prefill), max(1, self.decode), PoolSettings(), random.Random(0))
         return self

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from kllm.cluster.pool_prediction import TransferCost
+from kllm.cluster.pool_routing import PoolPolicy, PoolSettings
 from kllm.cluster.pool_variants import pool_policy
 from kllm.cluster.routers import ROUTERS
 from kllm.cluster.slo_snapshot import SloLimits
@@ -259,7 +261,7 @@ def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sampl
         seed=config.seed,
         router=ROUTERS[config.routing],
         roles=config.roles if config.separated else (),
-        pools=partial(pool_policy, config.pools, config.prefill, config.decode) if config.separated else None,
+        pools=_pools(config),
         faults=_faults(config, horizon),
         gateway={
             "max_queue": config.max_queue,
@@ -268,6 +270,15 @@ def _fleet_spec(config: SimulationConfig, costs: _Costs, samples: Sequence[Sampl
         },
         sample_every_s=config.sample_every_s or max(1.0, horizon / TIMELINE_POINTS),
     )
+
+
+def _pools(config: SimulationConfig) -> Callable[[random.Random], PoolPolicy] | None:
+    """They know the SLO and how fast transfers are."""
+    if not config.separated:
+        return None
+    transfer = TransferCost(bytes_per_s=config.transfer_gb_s * 1e9, latency_s=config.transfer_latency_ms * 1e-3)
+    settings = PoolSettings(tpot_slo_s=config.slo_tpot_ms * 1e-3, transfer=transfer)
+    return partial(pool_policy, config.pools, config.prefill, config.decode, settings)
 
 
 def _faults(config: SimulationConfig, horizon_s: float) -> FaultSchedule:

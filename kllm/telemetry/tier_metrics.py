@@ -38,11 +38,15 @@ def tier_metrics(families: Families, loads: Sequence[TierLoad], totals: TierLoad
     yield from _hits(families, totals, tiers)
     yield from _moves(families, totals, tiers)
     yield from _troubles(families, tiers)
+    yield from _transfers(families, tiers)
     now = [TierCounts() if load.tiers is None else load.tiers for load in loads]
     yield families.gauge(
         "cache_l2_usage_perc",
         "Share of host memory's blocks in use; 1 is all.",
         [tier.l2_blocks / tier.l2_capacity if tier.l2_capacity else 0.0 for tier in now],
+    )
+    yield families.gauge(
+        "kv_leases", "Prompts whose KV is held for other instances now.", [tier.leases for tier in now]
     )
     yield families.gauge(
         "cache_store_down", "1 while the store is left alone after errors.", [tier.store_down for tier in now]
@@ -79,14 +83,22 @@ def _moves(families: Families, totals: TierLoad, tiers: TierCounts) -> Iterator[
             "l1_to_l2": tiers.bytes_saved,
             "l2_to_l3": tiers.bytes_stored,
             "l3_to_l2": tiers.bytes_fetched,
+            "peer_to_l2": tiers.bytes_pulled,
             "l2_to_l1": tiers.bytes_loaded,
         },
     )
     yield families.counters(
         "cache_tier_seconds",
-        "Time that requests were held for lookups, and that it took to read from the store and to copy to the device.",
+        "Time that requests were held for lookups, and that it took to read from the store and from other instances, to "
+        "copy to the device, and to make KV ready for other instances.",
         "what",
-        {"lookup": tiers.lookup_s, "fetch": tiers.fetch_s, "load": tiers.load_s},
+        {
+            "lookup": tiers.lookup_s,
+            "fetch": tiers.fetch_s,
+            "pull": tiers.pull_s,
+            "load": tiers.load_s,
+            "export": tiers.export_s,
+        },
     )
     yield families.counters(
         "cache_evicted_blocks",
@@ -111,3 +123,26 @@ def _troubles(families: Families, tiers: TierCounts) -> Iterator[Metric]:
     )
     yield families.counter("cache_corrupt_pages", "Pages of the store whose checksum was wrong.", tiers.corrupt)
     yield families.counter("cache_store_errors", "Calls of the store that failed.", tiers.store_errors)
+
+
+def _transfers(families: Families, tiers: TierCounts) -> Iterator[Metric]:
+    """Of KV between instances."""
+    yield families.counters(
+        "kv_transferred_blocks",
+        "Blocks made ready for other instances, and pulled from them.",
+        "what",
+        {"exported": tiers.exported, "pulled": tiers.pulled},
+    )
+    yield families.counter("kv_exports", "Prompts whose KV was made ready for other instances.", tiers.exports)
+    yield families.counter(
+        "kv_pull_failures", "Pulls that broke off: what they lacked was computed.", tiers.pull_failures
+    )
+    yield families.counter(
+        "kv_pull_corrupt", "Of them, because a page's checksum was wrong: overwritten, or damaged.", tiers.pull_corrupt
+    )
+    yield families.counters(
+        "kv_leases_lost",
+        "Leases that ended before anybody released them: their time was over, or their room was needed.",
+        "why",
+        {"expired": tiers.leases_expired, "revoked": tiers.leases_revoked},
+    )

@@ -23,7 +23,8 @@ def normalize(address: str) -> str:
     match = _TCP.fullmatch(address)
     if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
         raise AddressError(f"{address!r} is not an address such as tcp://127.0.0.1:7001 or ipc:///run/kllm/one")
-    return f"tcp://{match['host']}:{match['port']}"
+    host = "127.0.0.1" if match["host"] == "localhost" else match["host"]  # ZeroMQ binds no names
+    return f"tcp://{host}:{match['port']}"
 
 
 def stays_here(address: str) -> bool:
@@ -34,7 +35,7 @@ def stays_here(address: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return False
 
 
 def need_key(address: str, *, has_key: bool) -> None:

@@ -32,6 +32,7 @@ from kllm.messages import (
     Leaving,
     Ping,
     PrefillDone,
+    SetGrade,
     Starting,
     Submit,
     Up,
@@ -55,7 +56,7 @@ class Turn(NamedTuple):
 
 class Peer(msgspec.Struct):
     """One gateway's connection. quiet: reports since it said something. answered: it has said something after Hello.
-    watching: it wants CacheDeltas. wants_dump: it has asked for a CacheDump that has not come.
+    watching: it wants CacheDeltas. wants_dump: it has asked for a CacheDump that has not come. grade: what it wants.
     attempts: requests that it has here, with their attempt."""
 
     key: PeerKey
@@ -64,6 +65,7 @@ class Peer(msgspec.Struct):
     answered: bool = False
     watching: bool = False
     wants_dump: bool = False
+    grade: int = 0
     attempts: dict[str, int] = {}
 
 
@@ -122,6 +124,9 @@ class Exchange:
                 turn.down.append(replace(message, request_ids=[_with(peer, each) for each in message.request_ids]))
             case ClearCache():
                 turn.down.append(replace(message, token=_with(peer, message.token)))
+            case SetGrade():
+                peer.grade = message.grade
+                turn.down.append(SetGrade(grade=self._grade))
             case WatchCache():
                 peer.watching = peer.wants_dump = True
                 turn.down.append(message)
@@ -158,7 +163,15 @@ class Exchange:
         del self._numbers[str(peer.number)]
         logger.info("gateway %d is gone with %d requests here", peer.number, len(peer.attempts))
         ids = [_with(peer, request_id) for request_id in peer.attempts]
-        return Turn([Abort(request_ids=ids)] if ids else [], [])
+        down: list[Down] = [Abort(request_ids=ids)] if ids else []
+        if peer.grade > self._grade:
+            down.append(SetGrade(grade=self._grade))
+        return Turn(down, [])
+
+    @property
+    def _grade(self) -> int:
+        """What the instance is to have: the highest that a gateway wants."""
+        return max((peer.grade for peer in self._peers.values()), default=0)
 
     # -- from the instance -----------------------------------------------------------------------------------
 
@@ -223,7 +236,7 @@ class Exchange:
         if self._hello is not None and (load.role, load.term) != (self._hello.role, self._hello.term):
             self._hello = replace(self._hello, role=load.role, term=load.term)  # for those that join from now on
         if load.progress is None:
-            return self._to_all(load)
+            return Turn([], [(peer.key, self._seen_by(peer, load)) for peer in self._peers.values()])
         turn = Turn([], [])
         self._end_leases(turn)
         own: dict[PeerKey, dict[str, tuple[int, int]]] = {key: {} for key in self._peers}
@@ -234,8 +247,14 @@ class Exchange:
         for peer in self._peers.values():
             if self._hello is not None and not peer.answered:
                 turn.up.append((peer.key, self._hello))
-            turn.up.append((peer.key, replace(load, progress=own[peer.key])))
+            turn.up.append((peer.key, replace(self._seen_by(peer, load), progress=own[peer.key])))
         return turn
+
+    def _seen_by(self, peer: Peer, load: EngineLoad) -> EngineLoad:
+        """Where the instance has the highest grade, each gateway has got what it wanted."""
+        if load.grade == peer.grade or load.grade != self._grade:
+            return load
+        return replace(load, grade=peer.grade)
 
     def _end_leases(self, turn: Turn) -> None:
         for peer in list(self._peers.values()):

@@ -97,6 +97,7 @@ class ZmqLink(Generic[In, Out]):
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.gateway.secret)
 
     def connect(self, address: str) -> None:
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
         self._socket.connect(address)
         self.address = address
 

@@ -50,6 +50,7 @@ class ZmqPeers:
             (zmq.RCVHWM, high_water),
             (zmq.MAXMSGSIZE, max_message_bytes),
             (zmq.BACKLOG, BACKLOG),
+            (zmq.IPV6, int("[" in address)),
             (zmq.HEARTBEAT_IVL, REMOTE_HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, REMOTE_TIMEOUT_MS),
         ):

@@ -27,6 +27,12 @@ def test_version():
         (["serve", "smollm2", "--port", "65536"], 2, "--port: input should be less than or equal to 65535"),
         (["serve", "smollm2", "--nonsense"], 2, "No such option: --nonsense"),
         (["serve"], 2, "Missing argument"),
+        (["instance", "smollm2", "--listen", "0.0.0.0:7001"], 1, "give a key file"),
+        (["instance", "smollm2", "--listen", "here"], 1, "'here' is not an address such as tcp://127.0.0.1:7001"),
+        (["instance", "smollm2", "--key-file", "/nonexistent"], 1, "the key file /nonexistent cannot be read"),
+        (["gateway"], 2, "Missing option '--config'"),
+        (["gateway", "--config", "/nonexistent.toml"], 1, "/nonexistent.toml: No such file or directory"),
+        (["gateway", "--config", "x.toml", "--instances", "2"], 2, "--instances: instances of a fleet are started"),
         (["chat"], 2, "MODEL or --url is needed"),
         (["chat", "smollm2", "--url", "http://127.0.0.1:1"], 2, "give either --url or MODEL"),
         (["bench", "latency", "smollm2", "--input-len", "0"], 2, "--input-len: input should be greater than or equal"),
@@ -63,7 +69,8 @@ def test_serving_does_not_import_torch_in_the_server_process():
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "pull", "chat", "verify", "bench serve", "bench latency", "bench throughput"]
+    "command",
+    ["serve", "instance", "gateway", "pull", "chat", "verify", "bench serve", "bench latency", "bench throughput"],
 )
 def test_every_command_has_help(command):
     result = run(*command.split(), "--help")

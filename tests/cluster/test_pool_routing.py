@@ -14,14 +14,21 @@ from hypothesis import strategies as st
 from support.scripted_instance import make_request
 
 from kllm.cluster.pool_routing import GlobalPools, PoolPolicy, PoolSettings
-from kllm.cluster.pool_variants import POOL_POLICIES, FixedGroups, GroupsInTurn, even_groups, pool_policy
+from kllm.cluster.pool_variants import (
+    POOL_POLICIES,
+    FixedGroups,
+    GroupsInTurn,
+    SeparateAlways,
+    even_groups,
+    pool_policy,
+)
 from kllm.cluster.routing import Candidate
 from kllm.messages import EngineLoad, StepTimes
 from kllm.request import Request
 
 TIMES = StepTimes(base=0.01, row=2e-4, new_token=5e-5, context_token=1e-8, samples=100)
 CAPACITY = {"num_blocks": 4000, "block_tokens": 16, "max_num_seqs": 128, "chunk_tokens": 2048, "page_bytes": 800_000}
-LOAD_FIELDS = {"decoding", "context", "lacking", "kv_usage", "step_times"}
+LOAD_FIELDS = {"decoding", "context", "lacking", "kv_usage", "step_times", "steps"}
 
 
 def candidate(index: int, **fields: Any) -> Candidate:
@@ -39,7 +46,7 @@ def request(tokens: int = 1600, max_tokens: int = 100) -> Request:
 
 
 def everyone(rng: random.Random) -> dict[str, PoolPolicy]:
-    made: dict[str, PoolPolicy] = {name: make(rng) for name, make in POOL_POLICIES.items()}
+    made: dict[str, PoolPolicy] = {name: make(rng, PoolSettings()) for name, make in POOL_POLICIES.items()}
     made["groups"] = FixedGroups([[0, 4], [1, 5], [2, 6], [3, 7]], rng)
     return made | {"in-turn": GroupsInTurn([[0, 4], [1, 5], [2, 6], [3, 7]], rng)}
 
@@ -54,7 +61,7 @@ def arrive(policy: PoolPolicy, prefill: list[Candidate], decode: list[Candidate]
 
 
 def test_p_is_the_one_that_begins_first() -> None:
-    policy = GlobalPools()
+    policy = SeparateAlways()
     idle_d = candidates({"assigned": 120, "decoding": 120, "holding": 50_000}, first=4)
     choice = arrive(policy, candidates({"prefilling": 900}, {}, {"prefilling": 4000}), idle_d)
     assert (choice.index, choice.separate) == (1, True)
@@ -66,35 +73,35 @@ def test_p_is_the_one_that_begins_first() -> None:
 def test_a_hot_prefix_spreads_when_its_holder_is_loaded() -> None:
     decode = candidates({"assigned": 120, "decoding": 120}, first=4)
     holder = {"l1": 1500, "l2": 1500, "l3": 1500, "prefilling": 2500}
-    assert arrive(GlobalPools(), candidates({}, holder), decode).index == 0
+    assert arrive(SeparateAlways(), candidates({}, holder), decode).index == 0
 
 
 def test_nearer_tiers_are_better() -> None:
     l1, l2, l3 = {"l1": 1500, "l2": 1500, "l3": 1500}, {"l2": 1500, "l3": 1500}, {"l3": 1500}
     decode = candidates({"assigned": 120, "decoding": 120}, first=4)
-    assert arrive(GlobalPools(), candidates({}, l3, l2, l1), decode).index == 3
-    assert arrive(GlobalPools(), candidates({}, l3, l2), decode).index == 2
+    assert arrive(SeparateAlways(), candidates({}, l3, l2, l1), decode).index == 3
+    assert arrive(SeparateAlways(), candidates({}, l3, l2), decode).index == 2
 
 
 def test_a_slower_p_is_weighed_by_its_own_steps() -> None:
     slow = msgspec.structs.replace(TIMES, new_token=5e-4)
     decode = candidates({"assigned": 120, "decoding": 120}, first=4)
-    assert arrive(GlobalPools(), candidates({"step_times": slow}, {"prefilling": 8000}), decode).index == 1
+    assert arrive(SeparateAlways(), candidates({"step_times": slow}, {"prefilling": 8000}), decode).index == 1
 
 
 def test_an_instance_without_steps_is_taken_to_be_as_the_others() -> None:
     new = {"step_times": None}
     decode = candidates({"assigned": 120, "decoding": 120}, first=4)
-    assert arrive(GlobalPools(), candidates({"prefilling": 1000}, new), decode).index == 1
-    assert arrive(GlobalPools(), candidates(new | {"prefilling": 1000}, new), decode).index == 1
+    assert arrive(SeparateAlways(), candidates({"prefilling": 1000}, new), decode).index == 1
+    assert arrive(SeparateAlways(), candidates(new | {"prefilling": 1000}, new), decode).index == 1
 
 
 def test_a_report_says_how_far_a_long_prompt_is() -> None:
     half_done = {"prefilling": 100_000, "lacking": 10_000, "unreported": 0}
     decode = candidates({"assigned": 120, "decoding": 120}, first=4)
-    assert arrive(GlobalPools(), candidates(half_done, {"prefilling": 20_000}), decode).index == 0
+    assert arrive(SeparateAlways(), candidates(half_done, {"prefilling": 20_000}), decode).index == 0
     not_seen = half_done | {"unreported": 30_000}
-    assert arrive(GlobalPools(), candidates(not_seen, {"prefilling": 20_000}), decode).index == 1
+    assert arrive(SeparateAlways(), candidates(not_seen, {"prefilling": 20_000}), decode).index == 1
 
 
 # -- the choice of D ------------------------------------------------------------------------------------------
@@ -118,7 +125,7 @@ def test_kv_that_is_there_is_worth_some_load_and_not_any() -> None:
     policy = GlobalPools()
     assert handed_over(policy, {"assigned": 10}, {"assigned": 11} | there, tokens=16_000) == 1
     assert handed_over(policy, {"assigned": 10}, {"assigned": 60} | there, tokens=16_000) == 0
-    load_only = POOL_POLICIES["load-only"](random.Random(0))
+    load_only = POOL_POLICIES["load-only"](random.Random(0), PoolSettings())
     assert handed_over(load_only, {"assigned": 10}, {"assigned": 11} | there, tokens=16_000) == 0
 
 
@@ -157,22 +164,55 @@ def test_a_short_prompt_stays_on_a_d_where_that_is_quicker() -> None:
     idle_d = candidates({"assigned": 5, "decoding": 5}, first=2)
     choice = arrive(GlobalPools(), busy_p, idle_d, tokens=400)
     assert (choice.index, choice.separate) == (2, False)
-    assert arrive(POOL_POLICIES["separate-always"](random.Random(0)), busy_p, idle_d, tokens=400).separate
+    assert arrive(POOL_POLICIES["separate-always"](random.Random(0), PoolSettings()), busy_p, idle_d, tokens=400).separate
 
 
 def test_a_long_prompt_stays_if_the_d_has_most_of_it() -> None:
     busy_p = candidates({"prefilling": 30_000})
     has_it = candidates({"assigned": 5, "l1": 15_600, "l2": 15_600, "l3": 15_600}, first=1)
     assert not arrive(GlobalPools(), busy_p, has_it, tokens=16_000).separate
-    lacks_it = candidates({"assigned": 5}, first=1)
-    assert arrive(GlobalPools(), busy_p, lacks_it, tokens=16_000).separate
+    lacks_it = candidates({"assigned": 60}, first=1)
+    assert arrive(GlobalPools(), busy_p, lacks_it, tokens=60_000).separate
 
 
 def test_it_does_not_stay_where_steps_would_miss_the_slo() -> None:
     busy_p = candidates({"prefilling": 30_000})
-    full_step = candidates({"assigned": 100, "decoding": 100, "prefilling": 600}, first=1)
+    full_step = candidates({"assigned": 230, "decoding": 230, "max_num_seqs": 256, "prefilling": 14_000}, first=1)
     assert arrive(GlobalPools(), busy_p, full_step, tokens=400).separate
     assert not arrive(GlobalPools(settings=PoolSettings(tpot_slo_s=1.0)), busy_p, full_step, tokens=400).separate
+
+
+def test_a_long_prompt_stays_now_and_then_where_a_d_has_little_to_do() -> None:
+    policy = GlobalPools()
+    busy_p = candidates({"prefilling": 60_000})
+
+    def stays(steps: int) -> bool:
+        decode = candidates({"assigned": 2, "decoding": 2, "steps": steps}, first=1)
+        return not arrive(policy, busy_p, decode, tokens=16_000).separate
+
+    assert stays(1000)  # 0.8 s, against 64 steps of about 50 ms less than the SLO
+    assert not stays(1000)
+    assert not stays(1020)
+    assert stays(1400)
+    assert stays(10)  # a new process
+    assert not stays(20)
+
+
+def test_an_idle_d_takes_a_long_prompt_and_no_queue_of_them() -> None:
+    busy_p = candidates({"prefilling": 200_000})
+    assert not arrive(GlobalPools(), busy_p, candidates({}, first=1), tokens=16_000).separate
+    assert arrive(GlobalPools(), busy_p, candidates({"prefilling": 60_000}, first=1), tokens=16_000).separate
+
+
+def test_a_request_stays_on_p_where_no_d_is_quick_enough() -> None:
+    slow = msgspec.structs.replace(TIMES, row=1e-3)
+    busy_d = candidates({"assigned": 60, "step_times": slow}, first=1)
+    idle_p = candidates({"step_times": slow})
+    choice = arrive(GlobalPools(), idle_p, busy_d, tokens=400)
+    assert (choice.index, choice.separate) == (0, False)
+    assert arrive(GlobalPools(), candidates({"prefilling": 100_000, "step_times": slow}), busy_d).separate
+    quick_d = candidates({"assigned": 40, "step_times": slow}, first=1)
+    assert arrive(GlobalPools(), idle_p, quick_d, tokens=400).separate
 
 
 def test_it_does_not_stay_where_p_is_quicker() -> None:
@@ -206,7 +246,7 @@ def test_groups_in_turn() -> None:
 
 
 def test_what_is_chosen_together_stays_chosen() -> None:
-    policy = POOL_POLICIES["chosen-together"](random.Random(0))
+    policy = POOL_POLICIES["chosen-together"](random.Random(0), PoolSettings())
     arriving = request()
     policy.arrive(arriving, 0, candidates({}), candidates({"assigned": 9}, {}, {"assigned": 9}, first=1))
     later = candidates({}, {"assigned": 50}, {}, first=1)
@@ -221,12 +261,12 @@ def test_uneven_groups_are_refused(prefill: int, decode: int, groups: int) -> No
 
 
 def test_every_policy_has_a_name() -> None:
-    assert isinstance(pool_policy("global", 2, 2, random.Random(0)), GlobalPools)
-    assert isinstance(pool_policy("groups:2", 2, 4, random.Random(0)), FixedGroups)
-    assert isinstance(pool_policy("groups-in-turn:2", 2, 4, random.Random(0)), GroupsInTurn)
+    assert isinstance(pool_policy("global", 2, 2, PoolSettings(), random.Random(0)), GlobalPools)
+    assert isinstance(pool_policy("groups:2", 2, 4, PoolSettings(), random.Random(0)), FixedGroups)
+    assert isinstance(pool_policy("groups-in-turn:2", 2, 4, PoolSettings(), random.Random(0)), GroupsInTurn)
     for name in ("nearest", "groups", "groups:x", "global:2", "groups:3"):
         with pytest.raises(ValueError):
-            pool_policy(name, 2, 4, random.Random(0))
+            pool_policy(name, 2, 4, PoolSettings(), random.Random(0))
 
 
 # -- what holds for all ---------------------------------------------------------------------------------------
@@ -281,7 +321,7 @@ def test_choices_are_among_the_candidates_and_repeatable(name: str, fleet: Any, 
         first = policy.arrive(arriving, 0, prefill, decode)
         assert first.index in {c.index for c in (*prefill, *decode)}
         keeps = {c.index for c in decode}
-        assert first.separate == (bool(decode) and first.index not in keeps)
+        assert not first.separate or (decode and first.index not in keeps)
         made.append([first])
         if decode:
             second = policy.handed_over(arriving, 1, prefill[0].index, decode)

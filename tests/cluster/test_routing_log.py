@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from support.scripted_instance import make_request
 
@@ -68,7 +69,7 @@ def test_it_is_bounded() -> None:
     latest, sampled = log.latest, log.sampled
     assert [one.time_s for one in latest] == [float(n) for n in range(99 * LATEST, 100 * LATEST)]
     assert len(sampled) == routing_log.SAMPLED - LATEST // NTH
-    assert all(b.time_s - a.time_s == NTH for a, b in zip(sampled, sampled[1:], strict=False))
+    assert all(b.time_s - a.time_s == NTH for a, b in pairwise(sampled))
     assert sampled[-1].time_s < latest[0].time_s
     assert len(log.counts.reasons) == routing_log.MOST_REASONS + 1
     assert sum(log.counts.reasons.values()) == log.num_decisions

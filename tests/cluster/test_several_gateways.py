@@ -140,6 +140,8 @@ def test_a_partitioned_instance_that_comes_back_delivers_nothing_twice() -> None
             assert not hosts[0].script.running
             for stream, reading in generate(gateway, *(f"r{i}" for i in range(8))):
                 assert_complete(stream, await reading)
+            steps = [slot.totals.steps for slot in gateway.slots]
+            assert steps == [slot.load.steps for slot in gateway.slots], "one incarnation is counted once"
             gateway.check()
             visitors[0].hang_up()
             await gateway.close()

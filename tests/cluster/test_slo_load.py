@@ -158,6 +158,11 @@ def test_decode_instances_expect_what_is_being_prefilled() -> None:
     assert loads(snapshot)[1] > 1.05 * before
 
 
+def test_what_a_decode_instance_has_to_compute_first_is_in_its_report() -> None:
+    snapshot = SloLoad(LIMITS).snapshot(0.0, [report(0, "decode", lacking=700)])
+    assert snapshot.instances[0].demand.ahead == 700.0
+
+
 def test_typical_request_is_what_had_to_be_computed() -> None:
     slo = SloLoad(LIMITS)
     slo.arrived("a", 0.0, 4000, [])

@@ -90,6 +90,7 @@ def test_kill_of_one_of_two_gateways(live_model: Path, folder: Path) -> None:
         assert all(cached_tokens(again, prompt) > 100 for prompt in prompts)
 
 
+@pytest.mark.slow
 def test_instances_die_leave_and_join(live_model: Path, folder: Path) -> None:
     """kill -9, SIGTERM and SIGHUP, with streams open: no stream notices."""
     prompts = [f"{number} and so on" for number in range(4)]

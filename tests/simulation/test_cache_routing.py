@@ -13,10 +13,12 @@ from support.virtual_time import run
 
 from kllm.cluster.cache_routing import CacheAware
 from kllm.cluster.prefix_index import Tier, short_hashes
+from kllm.cluster.routing_view import routing_view
 from kllm.simulation.config import SimulationConfig
 from kllm.simulation.fabric import Weather
 from kllm.simulation.faults import FaultSchedule
 from kllm.simulation.fleet import Fleet, FleetSpec
+from kllm.simulation.results import FleetResult
 from kllm.simulation.run import simulate
 from kllm.simulation.summary import summarise
 from kllm.telemetry.statistics import Slo
@@ -42,6 +44,7 @@ class WatchedFleet(Fleet):
                 continue
             held = short_hashes(list(instance.scheduler.kv.hashes)) if instance.scheduler.kv.tree.num_blocks else []
             assert np.array_equal(np.sort(directory.held(launcher.node.index, Tier.DEVICE)), np.sort(held))
+            assert directory.known(launcher.node.index).device_blocks == len(held)
             if instance.tiers is not None and instance.tiers.hashes:
                 below = directory.held(launcher.node.index, Tier.HOST)
                 assert np.array_equal(np.sort(below), np.sort(short_hashes(instance.tiers.hashes)))
@@ -49,9 +52,14 @@ class WatchedFleet(Fleet):
         await super()._settle()
 
 
-def watched(spec: FleetSpec, seed: int) -> WatchedFleet:
+def reporting(spec: FleetSpec) -> FleetSpec:
+    """With cache-aware routing, and instances that report for it."""
     engine = spec.instance.engine.model_copy(update={"report_cache": True})
-    spec = replace(spec, instance=replace(spec.instance, engine=engine), router=CacheAware)
+    return replace(spec, instance=replace(spec.instance, engine=engine), router=CacheAware)
+
+
+def watched(spec: FleetSpec, seed: int) -> WatchedFleet:
+    spec = reporting(spec)
 
     async def main() -> WatchedFleet:
         fleet = WatchedFleet(spec)
@@ -73,6 +81,31 @@ def test_the_directory_is_right_after_lost_reports(seed: int) -> None:
     assert fleet.compared == 4
     assert fleet.gateway.directory is not None
     assert fleet.gateway.directory.num_gaps > 0
+
+
+@pytest.mark.parametrize("weather", [Weather(report_loss=0.2), Weather(report_late_s=1.0)])
+def test_the_directory_is_right_after_late_reports(weather: Weather) -> None:
+    fleet = watched(faulty_fleet(1, faults=FaultSchedule(), weather=weather), 1)
+    assert fleet.compared == 4
+    assert fleet.gateway.directory is not None
+    assert (fleet.gateway.directory.num_gaps > 0) == (weather.report_loss > 0)
+
+
+def test_instances_whose_reports_never_come_are_noticed_and_still_used() -> None:
+    class BlindFleet(Fleet):
+        async def _settle(self) -> None:
+            view = routing_view(self.gateway.slots, self.gateway.directory, self.gateway.routing)
+            assert [instance.blind for instance in view.instances] == [True] * 4
+            assert all(instance.cache.dumps == 0 for instance in view.instances if instance.cache is not None)
+            assert sum(instance.counts.decisions for instance in view.instances) == view.decisions > 0
+            await super()._settle()
+
+    spec = reporting(faulty_fleet(0, faults=FaultSchedule(), weather=Weather(report_loss=1.0)))
+
+    async def main() -> FleetResult:
+        return await BlindFleet(spec).run(small_load(0), TokenSource(0, VOCAB_SIZE))
+
+    assert all(outcome.ending == "completed" for outcome in run(main()).outcomes)
 
 
 def test_it_brings_hits() -> None:

@@ -25,6 +25,7 @@ from kllm.messages import (
     Ping,
     PrefillDone,
     Release,
+    SetGrade,
     SetRole,
     Starting,
     Submit,
@@ -166,6 +167,16 @@ def test_an_answer_goes_to_who_asked() -> None:
 @pytest.mark.parametrize("message", [Release(leases=["l"]), SetRole(role="decode", term=3)])
 def test_what_concerns_the_instance_goes_there_as_it_is(message: Down) -> None:
     assert joined(A, B).heard(B, message) == ([message], [])
+
+
+def test_the_highest_grade_holds_and_nobody_asks_again() -> None:
+    exchange = joined(A, B)
+    assert exchange.heard(A, SetGrade(grade=2)).down == [SetGrade(grade=2)]
+    assert exchange.heard(B, SetGrade(grade=1)).down == [SetGrade(grade=2)]
+    assert [load.grade for _, load in exchange.said(EngineLoad(grade=2)).up if isinstance(load, EngineLoad)] == [2, 1]
+    assert [load.grade for _, load in exchange.said(EngineLoad(grade=0)).up if isinstance(load, EngineLoad)] == [0, 0]
+    assert exchange.lost(A).down == [SetGrade(grade=1)]
+    assert exchange.lost(B).down == [SetGrade(grade=0)]
 
 
 def test_who_joins_later_learns_the_role_of_now() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -38,6 +39,28 @@ def run(request: pytest.FixtureRequest) -> Run:
 @pytest.fixture(params=["ipc", "tcp"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/link" if request.param == "ipc" else "tcp://127.0.0.1:*"
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_ipv6(run: Run) -> None:
+    async def main() -> None:
+        peers = ZmqPeers("tcp://[::1]:*")
+        gateway = dial_instance(peers.address)
+        gateway.send(Ping())
+        assert (await peers.recv())[1] == Ping()
+        gateway.close()
+        peers.close()
+
+    run(main())
 
 
 def sent(peers: ZmqPeers, peer: bytes) -> bool:

@@ -8,6 +8,7 @@ release(), or the lease's time is over, or a newer export needs the room: the sl
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable
 
@@ -26,7 +27,8 @@ FEW_BLOCKS = 128  # hashed at once on the loop; more go to a worker
 
 
 class Exports:
-    """address: where others reach the slots. clock: seconds on a steady clock."""
+    """address: where others reach the slots. clock: seconds on a steady clock. wake: called when the time of a lease is
+    over."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class Exports:
         workers: Workers,
         counts: TierCounts,
         clock: Callable[[], float],
+        wake: Callable[[], None],
     ) -> None:
         self.leases = Leases(pool)
         self._address = address
@@ -48,6 +51,7 @@ class Exports:
         self._workers = workers
         self._counts = counts
         self._clock = clock
+        self._wake = wake
 
     def soon(self, holding: Holding, first: int) -> int:
         """Copy down what the holding shares with the tree from block `first` on. The block to go on from."""
@@ -71,6 +75,7 @@ class Exports:
         if not blocks or lease not in leases:  # revoked meanwhile: the room was needed
             leases.release([lease])
             return None
+        asyncio.get_running_loop().call_later(lease_s, self._expire)
         self._counts.exports += 1
         self._counts.exported += len(blocks)
         self._counts.export_s += self._clock() - began
@@ -81,6 +86,12 @@ class Exports:
             slots=[block.slot for block in blocks],
             checksums=[block.checksum or 0 for block in blocks],
         )
+
+    def _expire(self) -> None:
+        before = self.leases.expired
+        self.leases.expire(self._clock())
+        if self.leases.expired > before:
+            self._wake()
 
     async def _names(self, tokens: array[int], salt: str, adapter: str) -> list[bytes]:
         """Of the whole blocks of these tokens."""

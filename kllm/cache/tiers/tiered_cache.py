@@ -101,8 +101,11 @@ class TieredCache:
             self._clock,
         )
         peer = PeerSource(transfer, pool, mover, workers, counts, self.prediction, clock, kv.block_tokens, self._sink)
-        exports = Exports(transfer.address, kv, pool, mover, self._demotion, workers, counts, clock)
+        exports = Exports(transfer.address, kv, pool, mover, self._demotion, workers, counts, clock, self._woken)
         return peer, exports
+
+    def _woken(self) -> None:
+        self.wake()
 
     # -- life ------------------------------------------------------------------------------------------------
 

@@ -233,10 +233,13 @@ def test_leases_end_when_their_time_is_over() -> None:
     async def main() -> None:
         p, d = pair(MemoryNetwork())
         p.use(A)
+        woken: list[float] = []
+        p.tiers.wake = lambda: woken.append(asyncio.get_running_loop().time())
         assert await p.export(A, "one", lease_s=10.0) is not None
         assert await p.export(A, "two", lease_s=20.0) is not None
         await asyncio.sleep(11.0)
         assert p.tiers.leases == 1
+        assert len(woken) == 1, "whoever waits for it hears of it"
         await asyncio.sleep(10.0)
         counts = p.tiers.snapshot()
         assert (counts.leases, counts.leases_expired, counts.leases_revoked) == (0, 2, 0)
