@@ -16,7 +16,6 @@ point. The cost of a token is the difference in CPU time between streams of 80 a
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import sys
@@ -80,12 +79,15 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Every load on one server. Raises ServerFailed."""
     tokenizer = load_tokenizer(resolve(arguments.model, progress=False))
     passages = prompts(tokenizer, NUM_PROMPTS, PROMPT_TOKENS, random.Random(5))
-    settings = ServerSettings(
-        arguments.model, tokenizer.vocab_size, arguments.instances, arguments.routing, STEP_S
-    )
+    settings = ServerSettings(arguments.model, tokenizer.vocab_size, arguments.instances, arguments.routing, STEP_S)
     with gateway_server(settings) as served:
         bench = Bench(
-            served, arguments.model, passages, texts(tokenizer, passages), arguments.seconds, STEP_S / settings.instances
+            served,
+            arguments.model,
+            passages,
+            texts(tokenizer, passages),
+            arguments.seconds,
+            STEP_S / settings.instances,
         )
         figures = _loads(bench, arguments.rates, console)
     with bare_server(STEP_S, OUTPUT_TOKENS) as bare:
@@ -124,7 +126,7 @@ def saturated(loads: Sequence[dict[str, Any]]) -> bool:
     """Whether the last of these loads, of growing rates, is too much."""
     first, last = loads[0], loads[-1]
     slow = last["ttft_p50_ms"] > max(2 * first["ttft_p50_ms"], 1.0) or last["ttft_p50_ms"] > SATURATED_MS
-    return slow or last["completed_rps"] < FALLEN_BEHIND * last["rate"]
+    return bool(slow or last["completed_rps"] < FALLEN_BEHIND * last["rate"])
 
 
 def _profile(settings: ServerSettings, bench: Bench) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def main() -> None:
     console = Console(stderr=True)
     try:
         figures = summary(measure(arguments, console))
-    except (ServerFailed, OSError, ValueError, asyncio.TimeoutError) as error:
+    except (ServerFailed, OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     figures |= {"machine": machine(), "measured_at": datetime.now(UTC).isoformat(timespec="seconds")}
     arguments.results.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

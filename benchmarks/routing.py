@@ -2,7 +2,8 @@
 
     python benchmarks/routing.py [--trace NAME|FILE|agentic] [--instances 8] [--loads 0.7,0.9,1.1] [--seeds 5]
                                  [--requests 600] [--routers cache-aware,round-robin,…] [--json]
-    python benchmarks/routing.py --matrix [8|64]     all traces, loads, routers and seeds that docs/routing.md shows
+    python benchmarks/routing.py --matrix [8|64]     all traces, loads, routers and seeds that docs/routing.md shows:
+                                                     an hour of processor time for 8 instances, four for 64
     python benchmarks/routing.py --combination       tiers and cache-aware routing against neither
     python benchmarks/routing.py --late-events       hit rate when reports of caches come late or not at all
     python benchmarks/routing.py --decision-cost     time of a decision, and size of the index
@@ -12,7 +13,8 @@ can still serve 1.1. Hit rate: share of prompt tokens. Goodput: requests within 
 in which requests came. `agentic` is a slice of the agentic trace (benchmarks/cache_routing/agentic.py).
 
 Every finished run is kept in benchmarks/results/routing_runs.jsonl and not made again (--again ROUTERS forgets those of
-some routers). Means go to benchmarks/results/routing.json, the page to benchmarks/results/routing.html.
+some routers, --finished shows what is there). Means go to benchmarks/results/routing.json, the page to routing.html
+beside it.
 """
 
 from __future__ import annotations
@@ -57,20 +59,26 @@ def measure(arguments: argparse.Namespace, fleets: dict[int, dict[str, int]], co
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("simulating", total=len(runs))
         for run in runs:
-            if log.get(run) is None:
+            if log.get(run) is None and not arguments.finished:
                 progress.update(task, description=f"{run.trace}, {run.instances}, {run.load}, {run.router}, {run.seed}")
                 log.add(run, run_once(run))
             progress.advance(task)
-    return {f"{Path(t).stem}, {n} instances": _part(log, runs, t, n) for n, traces in fleets.items() for t in traces}
+    parts = {}
+    for instances, traces in fleets.items():
+        for trace in traces:
+            mine = [
+                run for run in runs if (run.trace, run.instances) == (trace, instances) and log.get(run) is not None
+            ]
+            if mine:
+                parts[f"{Path(trace).stem}, {instances} instances"] = _part(log, mine)
+    return parts
 
 
-def _part(log: RunLog, runs: list[Run], trace: str, instances: int) -> dict[str, Any]:
-    mine = [run for run in runs if (run.trace, run.instances) == (trace, instances)]
+def _part(log: RunLog, mine: list[Run]) -> dict[str, Any]:
+    """What is known of one trace and fleet."""
     by_load: dict[str, Any] = {}
     for run in mine:
-        found = log.get(run)
-        assert found is not None
-        by_load.setdefault(str(run.load), {}).setdefault(run.router, []).append(found)
+        by_load.setdefault(str(run.load), {}).setdefault(run.router, []).append(log.get(run))
     means = {
         load: {router: report.means(runs) for router, runs in routers.items()} for load, routers in by_load.items()
     }
@@ -89,6 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--matrix", type=int, nargs="?", const=0, choices=(0, *MATRIX), help="instances; both by default"
     )
+    parser.add_argument("--finished", action="store_true", help="simulate nothing: figures of what has been finished")
     parser.add_argument("--again", type=lambda text: text.split(","), default=[], help="routers to measure again")
     for name in EXTRA:
         parser.add_argument("--" + name.replace("_", "-"), action="store_true")

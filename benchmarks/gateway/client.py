@@ -1,6 +1,7 @@
 """A load generator that does little per event, so that two cores are enough for it and for what it measures.
 
-Requests are whole HTTP messages made beforehand; an answer is looked at when its first event comes and when it is whole.
+Requests are whole HTTP messages made beforehand; an answer is looked at when its first event comes and when it is
+whole.
 """
 
 from __future__ import annotations

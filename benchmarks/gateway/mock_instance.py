@@ -170,7 +170,7 @@ class MockInstance:
 
 
 class Metronome:
-    """Calls on the loop's thread at every step. A thread keeps time, for timers of event loops are a millisecond apart."""
+    """Calls on the loop's thread at every step. A thread keeps time: timers of event loops are a millisecond apart."""
 
     def __init__(self, step_s: float, phase_s: float, call: Callable[[], None]) -> None:
         self._step_ns, self._phase_ns = int(step_s * 1e9), int(phase_s * 1e9)

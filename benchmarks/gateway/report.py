@@ -23,6 +23,9 @@ COLUMNS = (
 )
 
 
+RESULTS = ("added_ttft_p50_ms", "added_ttft_p99_ms", "added_us_per_token", "cpu_us_per_request", "saturation_rps")
+
+
 def print_figures(figures: dict[str, Any], console: Console) -> None:
     table = Table()
     for heading in ("load", "req/s", *(heading for _, heading in COLUMNS)):
@@ -33,7 +36,13 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
     for load in figures["rates"]:
         _row(table, "text", load)
     console.print(table)
-    for name in ("added_ttft_p50_ms", "added_ttft_p99_ms", "added_us_per_token", "cpu_us_per_request", "saturation_rps"):
+    for name in (
+        "added_ttft_p50_ms",
+        "added_ttft_p99_ms",
+        "added_us_per_token",
+        "cpu_us_per_request",
+        "saturation_rps",
+    ):
         console.print(f"{name} {figures[name]}")
     if "profile" in figures:
         print_profile(figures["profile"], console)

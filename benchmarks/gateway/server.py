@@ -1,6 +1,6 @@
 """`kllm serve` whose instances are mocks; what runs in this process is the real server and gateway.
 
-    python -m benchmarks.gateway.server SETTINGS        (SETTINGS: ServerSettings as JSON)
+python -m benchmarks.gateway.server SETTINGS        (SETTINGS: ServerSettings as JSON)
 """
 
 from __future__ import annotations

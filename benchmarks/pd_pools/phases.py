@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from benchmarks.pd_pools.runs import Figures, means, one_run
+from benchmarks.pd_pools.runs import SLO, Figures, means, one_run
 from kllm.simulation.config import SimulationConfig
 from kllm.simulation.run import saturation_rps
 from kllm.workload.arrivals import poisson_arrivals
 from kllm.workload.trace_readers import BLOCK_TOKENS
 
 PREFILL, DECODE = 4, 4
-PHASE_S, CYCLES = 15.0, 2
+PHASE_S, CYCLES = 15.0, 1
 PROMPTS = {"input": (4_000, 28_000), "output": (20, 100)}  # a burst of long prompts
 OUTPUTS = {"input": (256, 1_024), "output": (50, 350)}  # and one of long outputs
-SLO = {"slo_ttft_ms": 1000.0, "slo_tpot_ms": 18.0}
 ENGINE = {"max_num_seqs": 64, "block_size": 256, "start_s": 1.0}
 ROWS = 18  # that decode within the SLO
-LOADS = (0.7, 0.9, 1.1)
+LOADS = (0.9, 1.1)
 SEEDS = 3
 FLEETS: dict[str, dict[str, Any]] = {
     "global pools": {"pools": "global"},

@@ -10,6 +10,8 @@ from kllm.simulation.run import simulate
 from kllm.simulation.summary import summarise
 from kllm.telemetry.statistics import Slo
 
+SLO = {"slo_ttft_ms": 1000.0, "slo_tpot_ms": 18.0}
+
 Figures = dict[str, float]
 
 
@@ -29,6 +31,7 @@ def one_run(config: SimulationConfig) -> Figures:
         "hit_rate": sum(report["hit_rate"].values()),
         "worst_waiting_prefill": max(waiting[:split]),
         "worst_waiting_decode": max(waiting[split:], default=0.0),
+        "pulled_gb": report["tiers"]["bytes_pulled"] / 1e9 if report["tiers"] is not None else 0.0,
         "utilisation": report["utilisation"],
     }
 

@@ -21,7 +21,7 @@ from kllm.workload.traces import read_trace
 
 STEP_TIMES = Path(__file__).parents[1] / "results" / "step_times_smollm2.json"
 GLM_TP8_KV_TOKENS = 634_000  # `kllm capacity`: GLM-5.2 on 8 H200, tp8
-REQUESTS = 600
+REQUESTS = 400
 FIRST_KEY = 10_000_000  # of long prompts' tokens: no request of the trace has it
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+
+from kllm.messages import EngineLoad
 
 
 @dataclass(slots=True)
@@ -20,11 +21,12 @@ class Backlog:
 
     holding: their tokens (prompts and outputs) as they were submitted. prefilling: tokens that those without output
     have to compute, prefills: how many those are. unreported: the part of prefilling that no report shows yet.
-    pulling: tokens whose KV those without output take from other instances.
+    pulling: tokens whose KV those without output take from other instances. foreign: requests that it holds for other
+    gateways, as of the latest report.
     """
 
     def __init__(self) -> None:
-        self.holding = self.prefilling = self.prefills = self.unreported = self.pulling = 0
+        self.holding = self.prefilling = self.prefills = self.unreported = self.pulling = self.foreign = 0
         self._entries: dict[str, _Entry] = {}
         self._silent: dict[str, _Entry] = {}  # without output
 
@@ -53,8 +55,10 @@ class Backlog:
         if entry is not None:
             self.holding -= entry.tokens
 
-    def report(self, progress: Mapping[str, tuple[int, int]]) -> None:
-        """A report counts these requests (EngineLoad.progress)."""
+    def report(self, load: EngineLoad) -> None:
+        """Its latest report, as it comes. Idle instances report without progress: then nothing of ours is there."""
+        self.foreign = max(0, load.running + load.waiting - len(self._entries))
+        progress = load.progress or {}
         for request_id, entry in self._silent.items():
             attempt, _ = progress.get(request_id, (-1, 0))
             if not entry.reported and attempt >= entry.attempt:

@@ -262,8 +262,7 @@ class InstanceHandle:
         if load.term > self._term:
             self._role, self._term = load.role, load.term
         self._changed()
-        if load.progress is not None:
-            self.backlog.report(load.progress)
+        self.backlog.report(load)
         if load.cache_sequence:
             self._on_cache(load)
         if now - self._stepped >= self._silence_limit:

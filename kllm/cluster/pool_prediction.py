@@ -38,15 +38,28 @@ class TransferCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Times:
-    """The step times of each candidate. One that has made no step yet is taken to be as the others are (mean)."""
+    """The step times of each candidate, as far as its steps tell. One that has made none yet is taken to be as the
+    others are (mean); and so is a P in what a step costs that computes no prompt, a D in what a prompt's token costs:
+    of what an instance does not do, its fit says nothing."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
-        reported = {c.index: c.load.step_times for c in candidates}
-        self._fitted = {index: times for index, times in reported.items() if times is not None and times.samples > 0}
+        fitted = {c.index: (c.load.role, c.load.step_times) for c in candidates if _is_fitted(c.load.step_times)}
+        self._fitted = {index: times for index, (_, times) in fitted.items() if times is not None}
+        self._prefilling = [self._fitted[index] for index, (role, _) in fitted.items() if role != "decode"]
+        self._decoding = [self._fitted[index] for index, (role, _) in fitted.items() if role != "prefill"]
         self.mean = _mean(list(self._fitted.values()))
 
     def of(self, candidate: Candidate) -> StepTimes:
-        return self._fitted.get(candidate.index, self.mean)
+        own = self._fitted.get(candidate.index, self.mean)
+        if candidate.load.role == "decode" and self._prefilling:
+            return msgspec.structs.replace(own, new_token=_mean(self._prefilling).new_token)
+        if candidate.load.role == "prefill" and self._decoding:
+            return msgspec.structs.replace(_mean(self._decoding), new_token=own.new_token)
+        return own
+
+
+def _is_fitted(times: StepTimes | None) -> bool:
+    return times is not None and times.samples > 0
 
 
 def _mean(each: list[StepTimes]) -> StepTimes:
@@ -63,14 +76,14 @@ def _mean(each: list[StepTimes]) -> StepTimes:
 
 
 def decoding(candidate: Candidate) -> int:
-    """Requests that decode there. The gateway's own count is exact for what it sent itself, the report knows of what
-    other gateways sent: the greater is nearer."""
-    return max(candidate.assigned - candidate.prefills, candidate.load.decoding)
+    """Requests that decode there, others' than this gateway's included."""
+    return candidate.assigned - candidate.prefills + candidate.foreign
 
 
 def context(candidate: Candidate) -> int:
-    """Tokens whose KV its requests hold. The gateway counts them as they were when it submitted them."""
-    return max(candidate.holding, candidate.load.context)
+    """Tokens whose KV its requests hold. The gateway counts them as they were when it submitted them; the report also
+    knows of others' requests."""
+    return max(candidate.holding, candidate.load.context) if candidate.foreign else candidate.holding
 
 
 def ahead(candidate: Candidate) -> int:

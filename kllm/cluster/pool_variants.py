@@ -24,8 +24,8 @@ class SeparateAlways(GlobalPools):
         super().__init__(rng, msgspec.structs.replace(settings or PoolSettings(), conditional=False))
 
 
-class LoadOnly(GlobalPools):
-    """Ours, but D is chosen without regard to where KV is and what bringing it costs."""
+class LoadOnly(SeparateAlways):
+    """And D is chosen without regard to where KV is and what bringing it costs."""
 
     def __init__(self, rng: random.Random | None = None, settings: PoolSettings | None = None) -> None:
         super().__init__(rng, msgspec.structs.replace(settings or PoolSettings(), transfer=None))

@@ -157,17 +157,20 @@ class PrefixIndex:
     def _find(self, hashes: Hashes) -> npt.NDArray[np.int64]:
         """Place of each hash; -1 where it is not known."""
         places = np.full(len(hashes), -1, np.int64)
-        left = np.arange(len(hashes))
-        home = (hashes % np.uint64(self._buckets)).astype(np.int64)
-        for spill in range(self._deepest + 1):
-            bucket = (home[left] + spill) % self._buckets
-            same = self._key[bucket] == hashes[left, None]
-            way = same.argmax(axis=1)
-            hit = same[np.arange(len(left)), way]
-            places[left[hit]] = bucket[hit] * WAYS + way[hit]
-            left = left[~hit]
-            if not len(left):
+        left: npt.NDArray[np.int64] | None = None  # positions not found yet; None: all
+        bucket = (hashes % np.uint64(self._buckets)).astype(np.int64)
+        for _ in range(self._deepest + 1):
+            wanted = hashes if left is None else hashes[left]
+            found = np.flatnonzero(self._key.take(bucket, axis=0) == wanted[:, None])  # a key is in one place at most
+            at, way = found // WAYS, found % WAYS
+            places[at if left is None else left[at]] = bucket[at] * WAYS + way
+            if len(at) == len(bucket):
                 break
+            missing = np.ones(len(bucket), np.bool_)
+            missing[at] = False
+            left = np.flatnonzero(missing) if left is None else left[missing]
+            bucket = bucket[missing] + 1
+            bucket[bucket == self._buckets] = 0
         return places
 
     def _add(self, hashes: Hashes) -> npt.NDArray[np.int64]:

@@ -189,6 +189,7 @@ class Slot:
             page_bytes=handle.hello.page_bytes,
             prefilling=handle.backlog.prefilling,
             prefills=handle.backlog.prefills,
+            foreign=handle.backlog.foreign,
             unreported=handle.backlog.unreported,
             holding=handle.backlog.holding,
             pulling=handle.backlog.pulling,

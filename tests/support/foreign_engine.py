@@ -38,6 +38,7 @@ class ForeignEngine:
     def __init__(self, *, port: int = 0, chunk_s: float = 0.0) -> None:
         self.faults: list[str] = []
         self.health = 200
+        self.clears: bool | None = True  # its prefix cache, when asked to; None: it knows of no such thing
         self.card: dict[str, Any] = {"id": MODEL, "owned_by": "vllm", "max_model_len": 2000}
         self.metrics: str | None = METRICS
         self.bodies: list[dict[str, Any]] = []
@@ -103,8 +104,8 @@ class ForeignEngine:
             _respond(writer, 200, '{"version": "9.9"}')
         elif path == "/metrics" and self.metrics is not None:
             _respond(writer, 200, self.metrics.format(running=self.running))
-        elif path == "/reset_prefix_cache" and method == "POST":
-            _respond(writer, 200, "")
+        elif path == "/reset_prefix_cache" and method == "POST" and self.clears is not None:
+            _respond(writer, 200, json.dumps({"success": self.clears}))
         else:
             _respond(writer, 404, '{"detail": "Not Found"}')
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from support.live_server import HANG_S, START_S, LiveServer
@@ -15,10 +16,10 @@ from support.live_server import HANG_S, START_S, LiveServer
 
 class LiveInstance:
     """A context manager around one `kllm instance`. On leaving it is told to end, and must do so well unless it was
-    killed. address: where it listens."""
+    killed. address: where it listens. before: goes before its command."""
 
-    def __init__(self, model: Path | str, *flags: str) -> None:
-        self._command = [sys.executable, "-m", "kllm.cli", "instance", str(model), *flags]
+    def __init__(self, model: Path | str, *flags: str, before: Sequence[str] = ()) -> None:
+        self._command = [*before, sys.executable, "-m", "kllm.cli", "instance", str(model), *flags]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed on leaving
 
     def __enter__(self) -> LiveInstance:

@@ -11,7 +11,7 @@ from kllm.telemetry.families import Families
 from kllm.telemetry.tier_counts import COUNTERS, TierCounts
 from kllm.telemetry.tier_metrics import tier_metrics
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "cache.md"
+DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("cache.md", "kv-transfer.md")]
 
 
 class _Collected:
@@ -53,10 +53,14 @@ def test_every_count_is_exported() -> None:
 
 
 def test_state_is_told_for_each_instance() -> None:
-    loads = [EngineLoad(tiers=TierCounts(l2_blocks=3, l2_capacity=4)), EngineLoad(tiers=TierCounts(store_down=1))]
+    loads = [
+        EngineLoad(tiers=TierCounts(l2_blocks=3, l2_capacity=4)),
+        EngineLoad(tiers=TierCounts(store_down=1, leases=5)),
+    ]
     found = samples([*loads, EngineLoad()], EngineLoad(tiers=TierCounts()))
     assert [found[f"kllm:cache_l2_usage_perc{engine}"] for engine in ("", " 1", " 2")] == [0.75, 0, 0]
     assert [found[f"kllm:cache_store_down{engine}"] for engine in ("", " 1", " 2")] == [0, 1, 0]
+    assert [found[f"kllm:kv_leases{engine}"] for engine in ("", " 1", " 2")] == [0, 5, 0]
 
 
 def test_without_lower_tiers_there_are_none() -> None:
@@ -64,5 +68,5 @@ def test_without_lower_tiers_there_are_none() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    told = set(re.findall(r"kllm:\w+", DOCUMENT.read_text(encoding="utf-8")))
+    told = set(re.findall(r"kllm:\w+", "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)))
     assert {name.split()[0] for name in samples([EngineLoad()], EngineLoad(tiers=TierCounts()))} <= told

@@ -28,7 +28,7 @@ from kllm.cluster.external.engine_facts import EngineFacts, find_out
 from kllm.cluster.external.engine_load import engine_load
 from kllm.cluster.external.engine_watch import EngineWatch
 from kllm.cluster.external.errors import EngineUnavailable, EngineUnusable
-from kllm.cluster.external.http_engine import HttpEngine, error_message
+from kllm.cluster.external.http_engine import HttpEngine
 from kllm.cluster.external.in_flight import InFlight
 from kllm.cluster.external.outbox import Outbox
 from kllm.messages import (
@@ -223,14 +223,12 @@ class Adapter:
                     self._draining.set()
 
     async def _clear_cache(self, message: ClearCache) -> None:
-        error = None
+        complete, told = False, None
         try:
-            answer = await self._engine.clear_cache(message.store)
-            if answer.status != 200:
-                error = f"/reset_prefix_cache answers {answer.status}: {error_message(answer.body)}"
-        except EngineUnavailable as unavailable:
-            error = str(unavailable)
-        self._outbox.put(CacheCleared(token=message.token, complete=error is None, error=error))
+            complete = await self._engine.clear_cache(message.store)
+        except (EngineUnavailable, EngineUnusable) as error:
+            told = str(error)
+        self._outbox.put(CacheCleared(token=message.token, complete=complete, error=told))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -44,6 +44,13 @@ class _Version(msgspec.Struct):
     version: str = ""
 
 
+class _Cleared(msgspec.Struct):
+    """success is vLLM's word, complete is ours."""
+
+    success: bool = True
+    complete: bool = True
+
+
 @dataclass(frozen=True)
 class Answer:
     status: int
@@ -126,10 +133,17 @@ class HttpEngine:
             raise EngineUnavailable(said)
         raise EngineUnusable(f"{said}; is it an OpenAI-compatible server?")
 
-    async def clear_cache(self, store: bool) -> Answer:
-        """Raises EngineUnavailable."""
-        query = "?reset_external=true" if store else ""
-        return await self._ask("POST", f"/reset_prefix_cache{query}")
+    async def clear_cache(self, store: bool) -> bool:
+        """False: running requests still use some of it. Raises EngineUnavailable, EngineUnusable if it cannot do so."""
+        path = "/reset_prefix_cache"
+        answer = await self._ask("POST", f"{path}?reset_external=true" if store else path)
+        if answer.status != 200:
+            raise EngineUnusable(f"{self.url}{path} answers {answer.status}: {error_message(answer.body)}")
+        try:
+            said = msgspec.json.decode(answer.body, type=_Cleared) if answer.body else _Cleared()
+        except msgspec.DecodeError as error:
+            raise EngineUnusable(f"{self.url}{path} does not say what came of it: {error}") from error
+        return said.success and said.complete
 
     async def _ask(self, method: str, path: str) -> Answer:
         try:

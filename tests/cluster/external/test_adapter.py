@@ -424,6 +424,11 @@ def test_clearing_the_cache() -> None:
     async def main() -> None:
         async with ForeignEngine() as engine, gateway_over(engine) as gateway:
             assert [(each.complete, each.error) for each in await gateway.clear_cache()] == [(True, None)]
-            assert any(head.startswith("POST /reset_prefix_cache ") for head in engine.heads)
+            engine.clears = False
+            assert [(each.complete, each.error) for each in await gateway.clear_cache()] == [(False, None)]
+            engine.clears = None
+            (cleared,) = await gateway.clear_cache()
+            assert not cleared.complete
+            assert "/reset_prefix_cache answers 404: Not Found" in str(cleared.error)
 
     asyncio.run(main())
