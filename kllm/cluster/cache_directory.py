@@ -2,7 +2,8 @@
 
 Reports are numbered. After a gap nothing is believed of that instance until its dump has come; a new incarnation begins
 empty. Between a routing decision and the report of what was computed for it, the prompt is expected to be where it was
-sent: for one to two minutes, so that a request which never got there does not draw others for ever.
+sent: for one to two minutes, or less where so many come that they would not fit, so that a request which never got
+there does not draw others for ever.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class CacheDirectory:
 
     def routed(self, instance: int, hashes: Hashes, now: float) -> None:
         """A prompt was sent there. now: the loop's time."""
-        if now - self._turned_at >= EXPECTED_S:
+        if now - self._turned_at >= EXPECTED_S or self._expected[0].num_blocks + len(hashes) > EXPECTED_BLOCKS:
             self._turned_at = now
             self._expected = [PrefixIndex(EXPECTED_BLOCKS, self._instances), self._expected[0]]
         self._expected[0].stored(instance, hashes, Tier.DEVICE)
@@ -203,6 +204,6 @@ class CacheDirectory:
         for expected in self._expected:
             if not expected.num_blocks:
                 continue
-            l1 = expected.matches(hashes).l1
+            l1 = expected.on_device(hashes)
             known = Matches(np.maximum(known.l1, l1), np.maximum(known.l2, l1), np.maximum(known.l3, l1))
         return known

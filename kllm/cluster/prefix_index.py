@@ -239,6 +239,13 @@ class PrefixIndex:
             l3.append(_leading(np.where(stored, ~np.uint64(0), local)) if stored.any() else l2[-1])
         return Matches(*(np.concatenate(parts)[: self._instances] for parts in (l1, l2, l3)))
 
+    def on_device(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        """l1 of `matches` alone."""
+        places = self._find_leading(hashes)
+        parts = [_leading(masks.reshape(-1)[places]) for masks in self._device]
+        leading: npt.NDArray[np.int64] = np.concatenate(parts)[: self._instances]
+        return leading
+
     def _find_leading(self, hashes: Hashes) -> npt.NDArray[np.int64]:
         """Places up to the first hash that is not known, in windows that grow: most prompts end early."""
         found: list[npt.NDArray[np.int64]] = []

@@ -19,8 +19,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     second old. num_blocks, block_tokens, max_num_seqs: its capacity. chunk_tokens, page_bytes: as in Hello.
     prefilling: prompt tokens that it has to compute for requests that have no output yet, by the gateway's own count.
     foreign: requests of other gateways that it holds, as of the latest report.
-    prefills: how many requests those of prefilling are. unreported: the part of prefilling that came after the latest report; None if
-    that is not known. holding: tokens of all requests that it holds, as they were when they were submitted.
+    prefills: how many requests those of prefilling are. unreported: the part of prefilling that came after the latest
+    report; None if that is not known. holding: tokens of all requests that it holds, as they were when they were
+    submitted.
     pulling: tokens whose KV has yet to come to it from other instances, of requests that have been handed over to it.
     l1, l2, l3: leading tokens of this request's prompt that its device has, that device or host memory have, and that
     those or the store have, as far as is known.

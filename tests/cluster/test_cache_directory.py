@@ -132,3 +132,12 @@ def test_what_is_known_of_an_instance() -> None:
     known.heard(0, stored(5, A))
     assert known.known(0).sequence is None
     assert (known.known(0).gaps, known.known(0).device_blocks) == (1, 0)
+
+
+def test_what_is_expected_is_bounded_and_the_latest_is_kept() -> None:
+    known = directory()
+    prompts = [np.arange(1 + n * 30_000, 1 + (n + 1) * 30_000, dtype=np.uint64) for n in range(12)]
+    for prompt in prompts:
+        known.routed(0, prompt, now=1.0)
+    assert known.matches(prompts[-1]).l1.tolist() == [30_000, 0]
+    assert known.matches(prompts[0]).l1.tolist() == [0, 0]

@@ -1,5 +1,5 @@
-"""Prefill on one host, decoding on another, KV over Mooncake's transfer engine: what becomes of requests on a slow link,
-and on one that is cut in the middle of a transfer."""
+"""Prefill on one host, decoding on another, KV over Mooncake's transfer engine: requests on a slow link, and on one
+that is cut in the middle of a transfer."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from support.engines import make_engine
 from support.mixed_load import LoadSize, Outcome, make_jobs, run
 from support.tiny_models import write_tiny_llama
 
-SIZE = LoadSize(vocab_size=271, short=16, long=200, output=60, over=1000)
+SIZE = LoadSize(vocab_size=271, short=16, long=150, output=30, over=1000)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -19,7 +19,7 @@ def test_slices_change_no_token(tmp_path: Path, depth: int) -> None:
     places. A target that is always missed and one that never is."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 2048}
     model = write_tiny_llama(tmp_path / "model", **shape)
-    jobs = make_jobs(120, SIZE, seed=5, per_step=0.6)
+    jobs = make_jobs(40, SIZE, seed=5, per_step=0.6)
     options: dict[str, Any] = {"dtype": "float32", "kernels": "invariant", "block_size": 8, "max_num_seqs": 16}
     options |= {"max_num_batched_tokens": 64, "num_kv_blocks": 80, "pipeline_depth": depth}
 
