@@ -1,6 +1,6 @@
 """Time-sliced separation on one instance against chunked prefill: P99 time between tokens against throughput.
 
-    python benchmarks/time_slicing.py               both parts, about 15 minutes
+    python benchmarks/time_slicing.py               both parts, a few minutes
     python benchmarks/time_slicing.py --parts gpu
     python benchmarks/time_slicing.py --json        the figures on standard output, tables on standard error
     python benchmarks/time_slicing.py --parts "" --json     what was measured last

@@ -9,17 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 _COLUMNS = {
-    "rate": "rate /s",
-    "tokens_per_s": "tokens/s",
-    "itl_p50_ms": "ITL P50 ms",
-    "itl_p99_ms": "ITL P99 ms",
-    "itl_p999_ms": "P99.9 ms",
-    "itl_max_ms": "longest ms",
-    "tpot_p50_ms": "TPOT P50 ms",
-    "tpot_p99_ms": "TPOT P99 ms",
-    "ttft_p50_s": "TTFT P50 s",
-    "ttft_p99_s": "TTFT P99 s",
-    "goodput_rps": "goodput /s",
+    "rate": "req/s",
+    "tokens_per_s": "tok/s",
+    "itl_p99_ms": "ITL P99",
+    "itl_max_ms": "longest",
+    "tpot_p50_ms": "TPOT P50",
+    "tpot_p99_ms": "P99 ms",
+    "ttft_p50_s": "TTFT P50",
+    "ttft_p99_s": "P99 s",
 }
 _CURVES = {"itl_p99_ms": "P99 time between tokens, ms", "ttft_p50_s": "P50 TTFT, s"}
 _LABELS = {"chunk": "chunked prefill, {} tokens", "target": "slices, target {} ms"}
@@ -29,12 +26,12 @@ def print_figures(kept: dict[str, Any], console: Console) -> None:
     for part in kept.values():
         found = part["dominated"]
         table = Table(title=f"{part['machine_simulated']}: {found['share']:.0%} of chunked prefill's points dominated")
-        table.add_column("")
+        table.add_column("", no_wrap=True)
         for title in _COLUMNS.values():
-            table.add_column(title, justify="right")
+            table.add_column(title, no_wrap=True, justify="right")
         for name, line in part["points"].items():
             for point in line:
-                table.add_row(name, *(f"{point[key]:,.4g}" for key in _COLUMNS))
+                table.add_row(name, *(f"{point[key]:.4g}" for key in _COLUMNS))
         console.print(table)
         if found["not"]:
             console.print(f"not dominated: {', '.join(found['not'])}")

@@ -76,6 +76,7 @@ class PrefixIndex:
         self._device: list[npt.NDArray[np.uint64]] = []
         self._host: list[npt.NDArray[np.uint64]] = []
         self._store = np.zeros((self._buckets, WAYS), np.bool_)
+        self._has_store = False
         self._deepest = 0  # buckets beyond its own that any key has been put in
         self.num_blocks = 0
         self.num_refused = 0  # blocks that did not fit
@@ -106,6 +107,7 @@ class PrefixIndex:
         if absent.any():
             places = np.concatenate((places[~absent], self._add(_distinct(hashes[absent]))))
         if tier is Tier.STORE:
+            self._has_store = True
             self._store.reshape(-1)[places] = True
         else:
             mask, bit = self._mask(instance, tier), _bit(instance)
@@ -130,6 +132,7 @@ class PrefixIndex:
             return
         places = np.flatnonzero(self._store)
         self._store[:] = False
+        self._has_store = False
         self._free(places)
 
     def leave(self, instance: int) -> None:
@@ -229,13 +232,16 @@ class PrefixIndex:
     def matches(self, hashes: Hashes) -> Matches:
         """hashes: of a prompt's blocks, in order."""
         places = self._find_leading(hashes)
-        stored = self._store.reshape(-1)[places]
+        # Each of these is a cache miss a block: nothing is read of tiers that hold nothing.
+        stored = self._store.reshape(-1)[places] if self._has_store else np.zeros(0, np.bool_)
+        hosts = any(self._num_held[Tier.HOST])
         l1, l2, l3 = [], [], []
         for device_masks, host_masks in zip(self._device, self._host, strict=True):
-            device, host = device_masks.reshape(-1)[places], host_masks.reshape(-1)[places]
-            local = device | host
+            local = device = device_masks.reshape(-1)[places]
+            if hosts:
+                local = device | host_masks.reshape(-1)[places]
             l1.append(_leading(device))
-            l2.append(_leading(local) if host.any() else l1[-1])
+            l2.append(_leading(local) if hosts else l1[-1])
             l3.append(_leading(np.where(stored, ~np.uint64(0), local)) if stored.any() else l2[-1])
         return Matches(*(np.concatenate(parts)[: self._instances] for parts in (l1, l2, l3)))
 

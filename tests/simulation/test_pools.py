@@ -29,9 +29,10 @@ def routes(**fleet: Any) -> tuple[FleetResult, dict[str, list[int]]]:
     result = simulate(SimulationConfig.model_validate(POOLS | fleet), decisions=log)
     went: dict[str, list[int]] = {}
     for line in log.getvalue().splitlines():
-        _, kind, *rest = json.loads(line)
+        _, kind, what = json.loads(line)
         if kind == "route":
-            went.setdefault(rest[0], []).append(rest[2])
+            request_id, _, place = what
+            went.setdefault(request_id, []).append(place)
     return result, went
 
 
