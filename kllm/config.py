@@ -232,6 +232,14 @@ Role = Literal["both", "prefill", "decode"]
 RoutingName = Literal["cache-aware", "least-loaded", "round-robin", "prefix-only", "dynamo", "sglang"]
 
 
+def roles_of(instances: int, prefill: int, decode: int) -> list[Role]:
+    """Of the instances of a server, in order."""
+    both: list[Role] = ["both"] * instances
+    first: list[Role] = ["prefill"] * prefill
+    second: list[Role] = ["decode"] * decode
+    return first + second if prefill else both
+
+
 class ServerConfig(Config):
     """The HTTP server and the gateway behind it."""
 
@@ -293,10 +301,7 @@ class ServerConfig(Config):
     @property
     def roles(self) -> list[Role]:
         """Of the instances, in order."""
-        prefill: list[Role] = ["prefill"]
-        decode: list[Role] = ["decode"]
-        both: list[Role] = ["both"]
-        return prefill * self.prefill + decode * self.decode if self.prefill else both * self.instances
+        return roles_of(self.instances, self.prefill, self.decode)
 
 
 class ListenConfig(Config):

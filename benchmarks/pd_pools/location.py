@@ -14,7 +14,7 @@ LOAD = 0.9
 SEEDS = 3
 CONVERSATIONS: dict[str, Any] = {
     "trace": "sessions",
-    "num_prompts": 480,
+    "num_prompts": 240,
     "request_rate": 1.0,  # brought to LOAD
     "turns": 6,
     "input_len": 12_000,

@@ -48,14 +48,12 @@ def draw(kept: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(6.2 * len(kept), 8.0))
     axes = figure.subplots(2, len(kept), squeeze=False)
     for column, part in enumerate(kept.values()):
-        for row, (key, title) in enumerate(
-            (("itl_p99_ms", "P99 time between tokens, ms"), ("ttft_p50_s", "P50 TTFT, s"))
-        ):
+        for row, (key, title) in enumerate(_CURVES.items()):
             _curves(axes[row][column], part["points"], key)
             axes[row][column].set_ylabel(title)
         axes[0][column].set_title(part["machine_simulated"])
         axes[1][column].set_xlabel("output tokens a second")
-    axes[0][0].legend(fontsize=8)
+        axes[1][column].legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -68,9 +66,10 @@ def _curves(axes: Any, points: dict[str, list[dict[str, float]]], key: str) -> N
         drawn[kind] += 1
         shade = 0.35 + 0.65 * drawn[kind] / shades[kind]
         colour = (0.5, 0.5, 0.5, shade) if kind == "chunk" else (0.80, 0.25, 0.1, shade)
-        label = (
-            f"chunked prefill, {name.split()[1]} tokens" if kind == "chunk" else f"slices, target {name.split()[1]} ms"
-        )
+        label = _LABELS[kind].format(name.split()[1])
         axes.plot([p["tokens_per_s"] for p in line], [p[key] for p in line], "o-", color=colour, label=label, ms=4)
-    axes.set_yscale("log")
+    values = [point[key] for line in points.values() for point in line]
+    if max(values) > 10 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from kllm.cluster.pool_routing import PoolSettings
 from kllm.cluster.pool_variants import POOL_POLICIES, pool_policy
-from kllm.config import Bytes, RoutingName
+from kllm.config import Bytes, RoutingName, roles_of
 from kllm.messages import Role
 from kllm.workload.config import SYNTHETIC, WorkloadConfig
 from kllm.workload.traces import TRACES
@@ -143,9 +143,7 @@ class SimulationConfig(WorkloadConfig):
     @property
     def roles(self) -> list[Role]:
         """Of the instances, in order."""
-        if not self.separated:
-            return ["both"] * self.instances
-        return ["prefill"] * self.prefill + ["decode"] * self.decode
+        return roles_of(self.instances, self.prefill, self.decode)
 
     @model_validator(mode="after")
     def _tiers_cache_prefixes(self) -> SimulationConfig:
