@@ -7,6 +7,7 @@ from kllm.cluster.routing import Candidate
 from kllm.messages import StepTimes
 
 SPREAD = 64  # outputs of a request over which a pause counts: TPOT is a mean
+LEAST_STEP_S = 1e-3  # of an instance whose few steps so far seem to take no time
 REPORT_S = 1.0  # a report is at most so old, in steps that came before a prompt and are counted only after it
 
 
@@ -34,8 +35,8 @@ class Pauses:
     def taken(self, candidate: Candidate, times: StepTimes, tokens: int, slo_s: float) -> None:
         """It has got that request."""
         if pause_seconds(candidate, times, tokens, slo_s) > 0.0:
-            steps = candidate.load.steps
-            self._last[candidate.index] = (steps, steps + REPORT_S / step_seconds(candidate, times, tokens))
+            steps, step = candidate.load.steps, max(LEAST_STEP_S, step_seconds(candidate, times, tokens))
+            self._last[candidate.index] = (steps, steps + REPORT_S / step)
 
     def _spread(self, candidate: Candidate) -> float:
         """Steps that the next pause may be weighed against."""

@@ -77,6 +77,7 @@ class RequestStream:
         self._proof_taken = False
         self._trusted = False
         self._num_cached_tokens = 0
+        self._counted = first_attempt  # the attempt that they are of
         self._has_prompt_logprobs = False
         self._unread: list[Delta] = []  # the first one, and those after it that are more than tokens
         self._waiter: asyncio.Future[None] | None = None  # of a read
@@ -163,7 +164,9 @@ class RequestStream:
         if not tokens and delta.finish_reason is None and prompt_logprobs is None:
             return False
         if known == 0:
-            self._num_cached_tokens = delta.num_cached_tokens
+            self._num_cached_tokens, self._counted = delta.num_cached_tokens, delta.attempt
+        elif delta.attempt == self._counted:  # some engines say it only at the end
+            self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
         self._push(
             msgspec.structs.replace(
                 delta,

@@ -228,9 +228,17 @@ class EngineCore:
         now = self._clock()
         self._learn(plan.work, result.elapsed_s, now)
         deltas = self.scheduler.commit(result, now)
+        if self._tiers is not None and self._tiers.transfers:
+            self._stage(self._tiers)
         if self._matchers:
             deltas = [self._advance_grammar(delta) for delta in deltas]
         return deltas
+
+    def _stage(self, tiers: TieredCache) -> None:
+        """What has been computed of prompts that go on elsewhere is copied down while the rest is computed."""
+        for sequence in self.scheduler.handing_over():
+            if sequence.holding is not None:
+                sequence.staged = tiers.export_soon(sequence.holding, sequence.staged)
 
     def _learn(self, work: StepWork, seconds: float, now: float) -> None:
         """How long steps take, planning and answering included where they kept the next one waiting; and what computing

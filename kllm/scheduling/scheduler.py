@@ -25,6 +25,7 @@ from kllm.request import Delta, FinishReason, Timings, TokenLogprobs
 from kllm.scheduling.admission import Admission
 from kllm.scheduling.plan import NewRow, Plan, RowResult, RowStep, StepResult
 from kllm.scheduling.prefill_policy import FirstCome, PrefillPolicy
+from kllm.scheduling.prefix_hits import PrefixHits
 from kllm.scheduling.queue_policy import QueueKey, first_come
 from kllm.scheduling.sequence import Sequence, State
 from kllm.scheduling.time_slicing import TimeSlicing
@@ -81,10 +82,7 @@ class Scheduler:
         self._looks_up = looks_up
         self._lookups: list[Sequence] = []
         self.num_preemptions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0  # in any tier
-        self.l2_hits = self.l3_hits = 0  # tokens of them that were brought from there
-        self.num_wasted = 0  # blocks brought and gone again when their request was admitted
+        self._hits = PrefixHits(kv.block_tokens)
 
     # -- coming and going ------------------------------------------------------------------------------------
 
@@ -107,7 +105,7 @@ class Scheduler:
         over = self._finish(sequence, submit.outputs[-1]) if submit.outputs else None
         if over is not None:
             reason, stop = over
-            return self._delta(sequence, [], finish_reason=reason, stop_reason=stop)
+            return sequence.delta([], finish_reason=reason, stop_reason=stop)
         leader = self._sequences.get(request.leader or "")
         self._sequences[request.request_id] = sequence
         sequence.held = held
@@ -165,6 +163,10 @@ class Scheduler:
         """Of their share of the KV cache, what they may have: 1 all of it."""
         self._policy.shrink_long(factor)
 
+    def handing_over(self) -> list[Sequence]:
+        """Running sequences that will go on elsewhere."""
+        return [sequence for sequence in self._running if sequence.hands_over]
+
     def take_prefilled(self) -> list[Sequence]:
         """Sequences that have ended here since the last call, to go on elsewhere: their whole blocks are cached."""
         prefilled, self._prefilled = self._prefilled, []
@@ -204,7 +206,7 @@ class Scheduler:
         if sequence is None:
             return None
         self._end(sequence)
-        return self._delta(sequence, [], finish_reason="error", error=error, invalid=invalid)
+        return sequence.delta([], finish_reason="error", error=error, invalid=invalid)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
@@ -329,7 +331,7 @@ class Scheduler:
         sequence.computed += gained
         if sequence.epoch == 0:
             sequence.cached = min(sequence.cached + gained, sequence.num_prompt)
-            self.prefix_hits += gained
+            self._hits.tokens += gained
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -349,7 +351,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         if self._looks_up and self._wants_lookup(sequence, matched):
             self.kv.close(holding)
-            self.num_wasted += self._gone(sequence, matched)
+            self._hits.turned_back(sequence, matched)
             sequence.looking, sequence.put_off = True, False
             sequence.lookups += 1
             sequence.state = State.HELD
@@ -363,10 +365,7 @@ class Scheduler:
             sequence.admitted_at = now
         if sequence.epoch == 0:
             sequence.cached = min(matched, sequence.num_prompt)
-            if sequence.kv is None:  # what is handed over was looked up where it was computed
-                self.prefix_queries += len(sequence.tokens)
-                self.prefix_hits += matched
-                self._credit_tiers(sequence, matched)
+            self._hits.admitted(sequence, matched)
             self.kv.note_use(holding)
         sequence.row = self._free_rows.pop()
         count = min(sequence.backlog, budget, self.prefill_chunk)
@@ -384,23 +383,6 @@ class Scheduler:
         if sequence.lookups >= MOST_LOOKUPS or sequence.wants_prompt_logprobs:
             return False
         return sequence.put_off or matched // self.kv.block_tokens < sum(sequence.brought)
-
-    def _gone(self, sequence: Sequence, matched: int) -> int:
-        """Blocks that were brought for it and are not there any more: what was brought last goes first."""
-        before, l2, l3 = sequence.brought
-        return min(max(0, before + l2 + l3 - matched // self.kv.block_tokens), l2 + l3)
-
-    def _credit_tiers(self, sequence: Sequence, matched: int) -> None:
-        """Say which tier the hit came from: what was brought last ends the match, if it is still there."""
-        _, l2, l3 = sequence.brought
-        if l2 + l3 == 0:
-            return
-        gone = self._gone(sequence, matched)
-        self.num_wasted += gone
-        kept = l2 + l3 - gone
-        from_store = round(kept * l3 / (l2 + l3))
-        self.l3_hits += from_store * self.kv.block_tokens
-        self.l2_hits += (kept - from_store) * self.kv.block_tokens
 
     def _finalize(self, chosen: dict[Sequence, int]) -> Plan:
         plan = Plan(self._next_plan, ended=self._ended_rows, remaps=self._remaps)
@@ -470,7 +452,7 @@ class Scheduler:
         sequence.computed += step.count
         if row.error is not None:
             self._end(sequence)
-            return self._delta(sequence, [], finish_reason="error", error=row.error)
+            return sequence.delta([], finish_reason="error", error=row.error)
         self._publish(sequence)
         if row.prompt_logprobs is not None:
             sequence.prompt_logprobs += row.prompt_logprobs
@@ -507,8 +489,7 @@ class Scheduler:
         reason, stop = over if over is not None else (None, None)
         if over is not None:
             self._end(sequence)
-        return self._delta(
-            sequence,
+        return sequence.delta(
             [token],
             logprobs=[logprobs] if logprobs is not None else None,
             prompt_logprobs=prompt_logprobs,
@@ -527,34 +508,6 @@ class Scheduler:
             if token in params.stop_token_ids:
                 return "stop", token
         return LENGTH if len(sequence.tokens) >= sequence.limit else None
-
-    def _delta(
-        self,
-        sequence: Sequence,
-        token_ids: list[int],
-        *,
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs | None] | None = None,
-        finish_reason: FinishReason | None = None,
-        stop_reason: int | None = None,
-        error: str | None = None,
-        invalid: bool = False,
-        timings: Timings | None = None,
-    ) -> Delta:
-        return Delta(
-            request_id=sequence.request.request_id,
-            attempt=sequence.attempt,
-            index=sequence.num_outputs - len(token_ids),
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=sequence.cached,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            error=error,
-            invalid=invalid,
-            timings=timings,
-        )
 
     # -- inspection ------------------------------------------------------------------------------------------
 
@@ -599,11 +552,11 @@ class Scheduler:
             kv_usage=self.kv.usage,
             kv_cached=self.kv.cached,
             preemptions=self.num_preemptions,
-            prefix_queries=self.prefix_queries,
-            prefix_hits=self.prefix_hits,
-            l2_hits=self.l2_hits,
-            l3_hits=self.l3_hits,
-            wasted=self.num_wasted,
+            prefix_queries=self._hits.queries,
+            prefix_hits=self._hits.tokens,
+            l2_hits=self._hits.l2,
+            l3_hits=self._hits.l3,
+            wasted=self._hits.wasted,
             yields=self._policy.num_yields,
             quota_tokens=self._policy.quota_tokens,
             overtakes=self._admission.num_overtakes,

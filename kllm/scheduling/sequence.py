@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from kllm.cache.manager import Holding
 from kllm.messages import Submit
-from kllm.request import TokenLogprobs
+from kllm.request import Delta, FinishReason, Timings, TokenLogprobs
 
 
 class State(Enum):
@@ -30,7 +30,7 @@ class Sequence:
     it began to wait. looking: it is being looked up in the lower tiers. put_off: it will be when its turn comes;
     lookups: how often that happened. brought: blocks that L1 had then, and that came there from L2 and from L3.
     yields: how often its prompt has given way to others (FairShare). hands_over: it leaves after its next token, and
-    goes on elsewhere. kv: where KV of it can be had from.
+    goes on elsewhere; staged: blocks of it that are on their way down for that. kv: where KV of it can be had from.
     """
 
     __slots__ = (
@@ -65,6 +65,7 @@ class Sequence:
         "row",
         "sent_blocks",
         "sent_tokens",
+        "staged",
         "state",
         "tokens",
         "yields",
@@ -106,7 +107,7 @@ class Sequence:
     def _reset(self) -> None:
         self.row = -1
         self.planned = self.computed = self.pending = 0
-        self.sent_blocks = self.sent_tokens = 0
+        self.sent_blocks = self.sent_tokens = self.staged = 0
         self.prompt_logprobs.clear()
 
     def lose_place(self) -> None:
@@ -148,3 +149,31 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and self.num_outputs == 0
+
+    def delta(
+        self,
+        token_ids: list[int],
+        *,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs | None] | None = None,
+        finish_reason: FinishReason | None = None,
+        stop_reason: int | None = None,
+        error: str | None = None,
+        invalid: bool = False,
+        timings: Timings | None = None,
+    ) -> Delta:
+        """Of its last tokens, which it has already."""
+        return Delta(
+            request_id=self.request.request_id,
+            attempt=self.attempt,
+            index=self.num_outputs - len(token_ids),
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.cached,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            error=error,
+            invalid=invalid,
+            timings=timings,
+        )

@@ -290,7 +290,10 @@ def instances(draw: st.DrawFn, first: int, least: int, most: int) -> list[Candid
     made = []
     for index in sorted(draw(st.sets(st.integers(first, first + 3), min_size=least, max_size=most))):
         below = sorted(draw(st.lists(st.integers(0, 1600), min_size=3, max_size=3)))
-        fitted = draw(st.sampled_from((TIMES, None, msgspec.structs.replace(TIMES, new_token=2e-4, row=0.0))))
+        token_only = StepTimes(new_token=1e-4, samples=1)
+        fitted = draw(
+            st.sampled_from((TIMES, None, msgspec.structs.replace(TIMES, new_token=2e-4, row=0.0), token_only))
+        )
         made.append(
             candidate(
                 index,

@@ -1,5 +1,5 @@
-"""The gateway over Prefill and Decode Pools of scripted instances in virtual time: a request is prefilled at one, goes on
-at another, and survives whatever happens to either."""
+"""The gateway over Prefill and Decode Pools of scripted instances in virtual time: a request is prefilled at one, goes
+on at another, and survives whatever happens to either."""
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ def test_lost_repeated_late_messages_and_crashes(seed: int) -> None:
         for launcher in pools:
             launcher.faults = Faults(random.Random(rng.random()), repeat=0.1, skip=0.02, crash=0.005, late_finish=0.1)
             launcher.weather = Weather(random.Random(rng.random()), lose=0.03, repeat=0.03, late=0.03)
-        async with started(*pools, pools=always_apart(), max_attempts=30, max_restarts=1000, silence_limit=3.0) as gateway:
+        patient = {"max_attempts": 30, "max_restarts": 1000, "silence_limit": 3.0}
+        async with started(*pools, pools=always_apart(), **patient) as gateway:
             await asyncio.sleep(2)
             for batch in range(3):
                 await serve(gateway, 25, f"b{batch}-")

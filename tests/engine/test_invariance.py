@@ -82,9 +82,9 @@ def check_invariance(model: Path | str, batch: list[list[int]], max_tokens: int,
 
     def prefix_hit(core: EngineCore) -> list[Output]:
         generate(core, batch, lambda i: SamplingParams(max_tokens=1))
-        hits = core.scheduler.prefix_hits
+        hits = core.scheduler.load().prefix_hits
         outputs = generate(core, batch, params)
-        assert core.scheduler.prefix_hits > hits
+        assert core.scheduler.load().prefix_hits > hits
         return outputs
 
     assert with_engine(prefix_hit) == expected, "prefix hit"

@@ -105,4 +105,5 @@ def test_what_was_looked_up_elsewhere_is_not_counted_again() -> None:
     request = make_request("r", list(range(1, 31)), max_tokens=3, ignore_eos=True)
     scheduler.add(Submit(request=request, outputs=[5], attempt=1, kv=KV), 0.0)
     drive(scheduler)
-    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (0, 0)
+    load = scheduler.load()
+    assert (load.prefix_queries, load.prefix_hits) == (0, 0)

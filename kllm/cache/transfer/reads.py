@@ -39,6 +39,8 @@ class Reads:
     async def run(self, address: str, copy: Callable[[Read], None], timeout_s: float) -> None:
         """Raises TransferError when the copy does, and when it has not ended within timeout_s seconds; when it has
         raised or was cancelled, nothing is written any more."""
+        if timeout_s <= 0.0:
+            raise TransferError("there is no time left for it")
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         try:
