@@ -39,27 +39,43 @@ class TransferCost(msgspec.Struct, frozen=True, kw_only=True):
 
 class Times:
     """The step times of each candidate, as far as its steps tell. One that has made none yet is taken to be as the
-    others are (mean); and so is a P in what a step costs that computes no prompt, a D in what a prompt's token costs:
-    of what an instance does not do, its fit says nothing."""
+    others are (mean). A fit says nothing of what its instance does not do: what a prompt's token costs a D is taken
+    from the P's, what a step without a prompt costs a P from the D's."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
-        fitted = {c.index: (c.load.role, c.load.step_times) for c in candidates if _is_fitted(c.load.step_times)}
-        self._fitted = {index: times for index, (_, times) in fitted.items() if times is not None}
-        self._prefilling = [self._fitted[index] for index, (role, _) in fitted.items() if role != "decode"]
-        self._decoding = [self._fitted[index] for index, (role, _) in fitted.items() if role != "prefill"]
+        self._fitted: dict[int, StepTimes] = {}
+        decoding, tokens = [], []
+        for candidate in candidates:
+            times, role = candidate.load.step_times, candidate.load.role
+            if times is None or not times.samples or candidate.index in self._fitted:
+                continue
+            self._fitted[candidate.index] = times
+            if role != "prefill":
+                decoding.append(times)
+            if role != "decode":
+                tokens.append(token_seconds(candidate, times))
         self.mean = _mean(list(self._fitted.values()))
+        self._decoding = _mean(decoding) if decoding else None
+        self._token = sum(tokens) / len(tokens) if tokens else None
 
     def of(self, candidate: Candidate) -> StepTimes:
+        """Of its steps with prompts."""
         own = self._fitted.get(candidate.index, self.mean)
-        if candidate.load.role == "decode" and self._prefilling:
-            return msgspec.structs.replace(own, new_token=_mean(self._prefilling).new_token)
-        if candidate.load.role == "prefill" and self._decoding:
-            return msgspec.structs.replace(_mean(self._decoding), new_token=own.new_token)
+        if candidate.load.role == "decode" and self._token is not None:
+            return msgspec.structs.replace(own, new_token=self._token)
+        return own
+
+    def decoding(self, candidate: Candidate) -> StepTimes:
+        """Of its steps while it decodes."""
+        own = self.of(candidate)
+        if candidate.load.role == "prefill" and self._decoding is not None:
+            return msgspec.structs.replace(self._decoding, new_token=token_seconds(candidate, own))
         return own
 
 
-def _is_fitted(times: StepTimes | None) -> bool:
-    return times is not None and times.samples > 0
+def token_seconds(candidate: Candidate, times: StepTimes) -> float:
+    """Of a prompt, in full chunks: steps that are all full do not tell what is base and what is tokens."""
+    return times.new_token + times.base / (candidate.chunk_tokens or CHUNK_TOKENS)
 
 
 def _mean(each: list[StepTimes]) -> StepTimes:

@@ -138,7 +138,7 @@ class GlobalPools:
 
     def decoding_cost(self, candidate: Candidate, times: Times, tokens: int, expected: int, there: bool) -> float:
         """Seconds, of this request and of those that are there. there: it has the KV itself."""
-        cost = decode_seconds(candidate, times.of(candidate), tokens, expected)
+        cost = decode_seconds(candidate, times.decoding(candidate), tokens, expected)
         if self.settings.transfer is None or there:
             return cost
         return cost + transfer_seconds(candidate, times.of(candidate), tokens, self.settings.transfer)
@@ -158,29 +158,30 @@ class GlobalPools:
         apart = min(score for _, score in separated.scores)
         apart += min(self.decoding_cost(c, times, tokens, expected, False) for c in decode)
         slo, quick = self.settings.step_s, self._quick(self._roomy(decode, tokens), times, tokens)
-        able = [c for c in quick if self._pauses.bears(c, times.of(c), tokens, slo)]
+        able = [c for c in quick if self._pauses.bears(c, times.decoding(c), tokens, slo)]
         if not quick:
             calm = self._quick(self._roomy(prefill, tokens), times, tokens)
-            able += [c for c in calm if self._pauses.bears(c, times.of(c), tokens, slo)]
+            able += [c for c in calm if self._pauses.bears(c, times.decoding(c), tokens, slo)]
         scores = [(c.index, self._staying_cost(c, times, tokens, expected)) for c in able]
         if not scores or min(score for _, score in scores) >= apart:
             return None
         chosen = self._least(scores)
         kept = next(c for c in able if c.index == chosen)
-        self._pauses.taken(kept, times.of(kept), tokens, slo)
+        self._pauses.taken(kept, times.decoding(kept), tokens, slo)
         return Choice(chosen, False, f"it stays: quicker than {apart:.3f} s in two stages", scores)
 
     def _staying_cost(self, candidate: Candidate, times: Times, tokens: int, expected: int) -> float:
         """Seconds, of this request; a pause of those who decode there counts as one of its own."""
-        own = times.of(candidate)
-        pause = pause_seconds(candidate, own, tokens, self.settings.step_s)
-        return prefill_seconds(candidate, own, tokens) + decode_seconds(candidate, own, tokens, expected) + pause
+        later = times.decoding(candidate)
+        pause = pause_seconds(candidate, later, tokens, self.settings.step_s)
+        prefill = prefill_seconds(candidate, times.of(candidate), tokens)
+        return prefill + decode_seconds(candidate, later, tokens, expected) + pause
 
     def _roomy(self, candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
         return [c for c in candidates if fullness(c, tokens) <= self.settings.high_water]
 
     def _quick(self, candidates: Sequence[Candidate], times: Times, tokens: int) -> list[Candidate]:
-        return [c for c in candidates if step_seconds(c, times.of(c), tokens) <= self.settings.step_s]
+        return [c for c in candidates if step_seconds(c, times.decoding(c), tokens) <= self.settings.step_s]
 
     def _able(self, decode: Sequence[Candidate], times: Times, tokens: int) -> tuple[list[Candidate], str]:
         """Those that pass the guards, and how they are weighed; none if all are full."""

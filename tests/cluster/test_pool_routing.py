@@ -101,7 +101,17 @@ def test_of_what_an_instance_does_not_do_its_fit_says_nothing() -> None:
     p = candidate(0, role="prefill", step_times=msgspec.structs.replace(TIMES, base=0.2, row=0.0))
     d = candidate(1, role="decode", step_times=msgspec.structs.replace(TIMES, new_token=1e-3))
     times = Times([p, d])
-    assert times.of(p) == times.of(d) == TIMES
+    assert times.of(p).base == 0.2
+    assert times.decoding(p).base == TIMES.base
+    assert times.of(d).new_token == times.decoding(p).new_token == TIMES.new_token + 0.2 / 2048
+
+
+def test_steps_that_are_all_full_make_no_prompt_free() -> None:
+    """Their fit has all of it as base, and tokens that cost nothing."""
+    full_steps = msgspec.structs.replace(TIMES, base=0.1, new_token=0.0)
+    prefill = candidates({"role": "prefill", "step_times": full_steps, "prefilling": 120_000}, {"prefilling": 90_000})
+    decode = candidates({"role": "decode", "assigned": 60}, first=2)
+    assert arrive(SeparateAlways(), prefill, decode, tokens=16_000).index == 1
 
 
 def test_a_report_says_how_far_a_long_prompt_is() -> None:

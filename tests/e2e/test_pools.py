@@ -16,7 +16,18 @@ from typing import Any
 import pytest
 from support.live_server import CHAT, TEXT, LiveServer, Output, wait_until
 
-FLAGS = ("--threads", "1", "--dtype", "float32", "--kernels", "invariant", "--num-kv-blocks", "600")
+FLAGS = (
+    "--threads",
+    "1",
+    "--dtype",
+    "float32",
+    "--kernels",
+    "invariant",
+    "--num-kv-blocks",
+    "600",
+    "--fetch-base-s",
+    "30",
+)
 POOLS = ("--prefill", "2", "--decode", "2")
 WORDS = ("the", "end", "of", "line", "and", "then", "on", "how", "sure", "all", "them", "over", "again")
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 20, "maxItems": 30}

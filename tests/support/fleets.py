@@ -7,6 +7,7 @@ from typing import Any
 
 from kllm.config import EngineConfig
 from kllm.costs.step import StepWork
+from kllm.messages import Role
 from kllm.simulation.executor import PlanningCost
 from kllm.simulation.faults import FaultSchedule
 from kllm.simulation.fleet import FleetSpec, run_fleet
@@ -17,6 +18,7 @@ from kllm.workload.sample import BLOCK, OWN, Sample, TokenSource
 VOCAB_SIZE = 1000
 HORIZON_S = 20.0
 PAGE_BYTES = 1 << 20
+POOLS: tuple[Role, ...] = ("prefill", "prefill", "decode", "decode")
 
 
 class LinearTimes:
@@ -88,8 +90,14 @@ def impatience(seed: int) -> Any:
 
 
 def faulty_fleet(seed: int, *, faults: FaultSchedule | None = None, instances: int = 4, **spec: Any) -> FleetSpec:
-    """Four small instances and about four faults, all from one seed. Faults are forgiven for as long as they last."""
-    instance = small_instance(**tier_knobs(seed))
+    """Four small instances and about four faults, all from one seed. Faults are forgiven for as long as they last.
+
+    Of one seed in four they are a Prefill and a Decode Pool."""
+    knobs, roles = tier_knobs(seed), POOLS if seed % 4 == 1 and instances == len(POOLS) else ()
+    if roles:
+        room = random.Random(f"pools/{seed}").choice((8, 30, 200))
+        knobs |= {"kv_transfer": "shm", "transfer_memory": room * PAGE_BYTES}
+    instance = small_instance(**knobs)
     store = instance.engine.l3 is not None
     schedule = FaultSchedule.random(seed, instances, HORIZON_S, store=store) if faults is None else faults
     return FleetSpec(
@@ -97,6 +105,7 @@ def faulty_fleet(seed: int, *, faults: FaultSchedule | None = None, instances: i
         instance=instance,
         times=LinearTimes,
         seed=seed,
+        roles=roles,
         faults=schedule,
         gateway={"silence_limit": 3.0, "max_attempts": 30, "max_restarts": 1000, "max_outage": 1e6},
         patience_s=impatience(seed),
