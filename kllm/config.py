@@ -260,6 +260,11 @@ class ServerConfig(Config):
         "that can begin to answer first, given what it has of the prompt; the others are for comparison.",
     )
     api_key: list[str] = Field([], description="Keys that clients must send as a bearer token; may be repeated.")
+    admin_api_key: list[str] = Field(
+        [],
+        description="Keys of operators, for /debug, roles and clearing caches; may be repeated. Needed for these as "
+        "soon as there are several api_keys: what one client asked is not for another.",
+    )
     share_cache_between_keys: bool = Field(
         False,
         description="Let clients with different API keys find each other's cached prefixes. Off, every key has a cache "

@@ -20,7 +20,7 @@ PAUSE_S = 20.0
 LONGEST = 100_000
 
 
-def write_slice(path: Path, requests: int) -> None:
+def write_slice(path: Path, requests: int, pause_s: float = PAUSE_S) -> None:
     """Whole sessions, until there are so many requests or no more sessions. In the trace's own format."""
     with SOURCE.open(encoding="utf-8") as source:
         head = source.readline()
@@ -34,10 +34,10 @@ def write_slice(path: Path, requests: int) -> None:
         if len(kept) >= requests:
             break
         if turns[0]["input_length"] <= LONGEST:
-            kept += [_shortened(turn) for turn in turns[:TURNS]]
+            kept += [_shortened(turn, pause_s) for turn in turns[:TURNS]]
     path.write_text(head + "".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
 
 
-def _shortened(turn: dict[str, Any]) -> dict[str, Any]:
+def _shortened(turn: dict[str, Any], pause_s: float) -> dict[str, Any]:
     gap = turn["gap_ms"]
-    return turn if gap is None else turn | {"gap_ms": min(gap, round(1000 * PAUSE_S))}
+    return turn if gap is None else turn | {"gap_ms": min(gap, round(1000 * pause_s))}

@@ -1,4 +1,8 @@
-"""Hit rate when what instances say about their caches comes late, or not at all. All other messages arrive."""
+"""Hit rate when what instances say about their caches comes late, or not at all. All other messages arrive.
+
+What was just routed is expected where it was sent for a minute or two, whatever is reported: so the sessions here pause
+for longer than that, and caches are so small that they evict.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from kllm.simulation.fabric import Weather
 from kllm.simulation.run import simulate
 
 KNOBS: dict[str, Any] = {"instances": 8, "num_prompts": 400, "load": 0.9, "routing": "cache-aware", "start_s": 1.0}
+KNOBS |= {"kv_tokens": 300_000}  # half of what fits: what is evicted has to be told too
+PAUSE_S = 600.0
 CASES = {
     "all in time": Weather(),
     "1 % lost": Weather(report_loss=0.01),
@@ -33,7 +39,7 @@ def measure(console: Console) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "agentic.jsonl"
-        agentic.write_slice(path, KNOBS["num_prompts"])
+        agentic.write_slice(path, KNOBS["num_prompts"], PAUSE_S)
         config = SimulationConfig.model_validate(KNOBS | {"trace": str(path)})
         for name, weather in CASES.items():
             with console.status(name):

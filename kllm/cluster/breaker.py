@@ -51,6 +51,10 @@ class Breaker:
         if self._open_until is not None and self._trying:
             self.reset()
 
+    def undecided(self) -> None:
+        """A request left without a result: another one may be tried."""
+        self._trying = False
+
     def failed(self, now: float) -> bool:
         """A request failed there, by the instance's fault. Whether this opens it."""
         self._latest.append(True)

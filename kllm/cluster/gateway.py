@@ -265,6 +265,8 @@ class Gateway:
         others = [slot for slot in ready if slot is not reserved]
         block_tokens = self.info.block_tokens if self.info is not None else 1
         for request_id, stream in list(self._waiting.items()):
+            if stream.kv is not None and stream.kv.slot.incarnation != stream.kv.incarnation:
+                stream.kv = None  # it is gone with its holder: prefilled again
             slots = ready if stream.trusted else others
             if sick:
                 slots = [slot for slot in slots if slot.breaker.allows(now)] or slots
@@ -433,6 +435,7 @@ class Gateway:
     def add_instance(self, launcher: InstanceLauncher) -> Slot:
         """One more instance, from now on. Raises ValueError where there is no room."""
         slot = self._instances.add(launcher)
+        slot.set_grade(self.grade)
         if self._directory is not None:
             self._directory.grow(len(self._slots))
         if not self._draining:
@@ -472,9 +475,6 @@ class Gateway:
         if not any(other.hello for other in self._slots):
             self._down_since = asyncio.get_running_loop().time()
         waiting, self._waiting = self._waiting, {}  # the older requests go first
-        for stream in waiting.values():
-            if stream.kv is not None and stream.kv.slot is slot:
-                stream.kv = None  # it is gone with its holder: prefilled again
         for stream in lost:
             del self._assigned[stream.request.request_id]
             stream.next_attempt()

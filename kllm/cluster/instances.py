@@ -93,7 +93,8 @@ class Instances:
     @property
     def healthy(self) -> bool:
         """False once every slot has given up restarting."""
-        return not all(slot.gave_up for slot in self.slots)
+        members = [slot for slot in self.slots if not slot.vacant]
+        return not members or not all(slot.gave_up for slot in members)
 
     @property
     def at_once(self) -> int:

@@ -52,8 +52,12 @@ class Membership:
                 if not _same_place(entry, wanted.get(name)):
                     leaving.append(slot)
                     del self._members[name]
-            changed = [(entry, self._keep_or_join(name, entry, launchers[name])) for name, entry in wanted.items()]
             work = [self._leave(slot, timeout) for slot in leaving]
+            try:
+                changed = [(entry, self._keep_or_join(name, entry, launchers[name])) for name, entry in wanted.items()]
+            except ValueError:  # no room for all: those that leave make some
+                await asyncio.gather(*work)
+                raise
             work += [
                 self._change_role(entry.role, slot) for entry, slot in changed if isinstance(entry, RemoteInstanceEntry)
             ]

@@ -168,7 +168,7 @@ class GlobalPools:
         chosen = self._least(scores)
         kept = next(c for c in able if c.index == chosen)
         self._pauses.taken(kept, times.decoding(kept), tokens, slo)
-        return Choice(chosen, False, f"it stays: quicker than {apart:.3f} s in two stages", scores)
+        return Choice(chosen, False, "it stays: quicker than two stages", scores)
 
     def _staying_cost(self, candidate: Candidate, times: Times, tokens: int, expected: int) -> float:
         """Seconds, of this request; a pause of those who decode there counts as one of its own."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 WAYS = 8
 GROUP = 64  # instances whose bits share a word
 MOST_INSTANCES = 256
-FULL = 0.85  # of all places: beyond this, new blocks wait for others to go
+FULL = 0.82  # of all places: beyond this, new blocks wait for others to go
 SPILL = 16  # buckets in a row that a key may be in
 SCANNED = 1 << 16  # places looked through at once
 
@@ -263,7 +263,7 @@ class PrefixIndex:
                 found.append(places[: int(known.argmin())])
                 break
             found.append(places)
-            start, window = start + window, 4 * window
+            start, window = start + window, 16 * window
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
 

@@ -239,6 +239,7 @@ class Slot:
         """Stop the current attempt of a request that is here."""
         assert self._handle is not None
         self._handle.abort(stream)
+        self.breaker.undecided()
 
     def forget(self, stream: RequestStream) -> None:
         """A request that was here has ended."""

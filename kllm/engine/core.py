@@ -257,6 +257,8 @@ class EngineCore:
             self._forget(delta.request_id)
             return delta
         if all(matcher.accept(token) for token in delta.token_ids):
+            if self.scheduler.attempt(delta.request_id) is None:
+                self._forget(delta.request_id)  # it goes on elsewhere
             return delta
         failed = self.fail(delta.request_id, matcher.error or "a sampled token does not match the grammar")
         return failed if failed is not None else delta

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from kllm.messages import (
     Failed,
     Hello,
     Ping,
+    PrefillDone,
     Release,
     Role,
     SetGrade,
@@ -37,9 +39,12 @@ from kllm.request import Delta, InvalidRequest
 from kllm.scheduling.sequence import Sequence
 from kllm.transport.link import Backpressure, Link, LinkClosed
 
+logger = logging.getLogger(__name__)
+
 LOAD_INTERVAL_S = 1.0  # also the sign of life while a long step runs
 BACKPRESSURE_PAUSE_S = 0.01
 LEASE_S = 60.0
+HAND_OVER_S = 5.0  # to make KV ready for others, at most
 TIERS_GRACE_S = 5.0  # at the end, for blocks on their way to the store
 IDS_REMEMBERED = 4096  # submitted last: a repeated or late Submit of one that has ended is recognised
 
@@ -216,12 +221,23 @@ class Instance:
         elif submit.request.params.structured_outputs is not None:
             self._beside(self._compile(submit))
 
-    async def _hand_over(self, sequence: Sequence) -> None:
+    def _begin_to_hand_over(self, sequence: Sequence) -> None:
+        """It counts as held from now on: an instance that drains waits for it."""
+        held = self._handing_over[sequence.request.request_id] = (sequence.attempt, sequence.num_outputs)
+        self._beside(self._hand_over(sequence, held))
+
+    async def _hand_over(self, sequence: Sequence, held: tuple[int, int]) -> None:
         """Say where the KV of a request is that goes on elsewhere."""
         request_id = sequence.request.request_id
-        held = self._handing_over[request_id] = (sequence.attempt, sequence.num_outputs)
+        attempt, num_outputs = held
         try:
-            await self._send(await self._core.hand_over(sequence))
+            try:
+                async with asyncio.timeout(HAND_OVER_S):
+                    done = await self._core.hand_over(sequence)
+            except Exception:  # a timeout too: whoever goes on with it computes it
+                logger.exception("KV of request %s cannot be handed over", request_id)
+                done = PrefillDone(request_id=request_id, attempt=attempt, num_outputs=num_outputs)
+            await self._send(done)
         finally:
             if self._handing_over.get(request_id) is held:
                 del self._handing_over[request_id]
@@ -324,4 +340,4 @@ class Instance:
             if deltas:
                 await self._send(Deltas(items=deltas))
                 for sequence in core.take_prefilled():
-                    self._beside(self._hand_over(sequence))
+                    self._begin_to_hand_over(sequence)

@@ -116,6 +116,7 @@ class Sequence:
         self.put_off = False
         self.lookups = 0
         self.brought = (0, 0, 0)
+        self.kv = None  # it may have been let go since
         self.holding = None
         self._reset()
 

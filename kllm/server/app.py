@@ -29,7 +29,7 @@ from kllm.server.errors import ApiError, json_response, unavailable
 from kllm.server.fleet import fleet_routes
 from kllm.server.generation import generate
 from kllm.server.jobs import Caller
-from kllm.server.keys import key_check
+from kllm.server.keys import KeyCheck, key_check, operator_check
 from kllm.server.middleware import RequestLog
 from kllm.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kllm.server.reply import Job, ReplyFormat, streamed_reply, whole_reply
@@ -79,12 +79,13 @@ def create_app(
     )
     app.state.service = service
     check = key_check(config)
-    dependencies = [] if check is None else [Security(HTTPBearer(auto_error=False)), Depends(check)]
+    dependencies, operators = _secured(check), _secured(operator_check(config))
     generation = _generation_routes(service)
     app.include_router(generation, dependencies=dependencies)
-    administration = (cache_routes, fleet_routes, debug_routes, slo_routes)
-    for routes in (_model_routes, _token_routes, *administration):
+    for routes in (_model_routes, _token_routes):
         app.include_router(routes(service), dependencies=dependencies)
+    for administration in (cache_routes, fleet_routes, debug_routes, slo_routes):
+        app.include_router(administration(service), dependencies=operators)
     app.include_router(_open_routes(service))
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
@@ -92,6 +93,11 @@ def create_app(
     app.add_middleware(RequestLog)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     return app
+
+
+def _secured(check: KeyCheck | None) -> list[Any]:
+    """Dependencies of routes."""
+    return [] if check is None else [Security(HTTPBearer(auto_error=False)), Depends(check)]
 
 
 async def _answer_api_error(request: Request, error: Exception) -> Response:

@@ -22,7 +22,7 @@ _VALUES = {"true": True, "1": True, "false": False, "0": False}
 
 def cache_routes(service: Service) -> APIRouter:
     router = APIRouter()
-    answers: dict[str, Any] = {"response_model": CacheClearedResponse, "responses": openapi.errors(400, 401, 503)}
+    answers: dict[str, Any] = {"response_model": CacheClearedResponse, "responses": openapi.errors(400, 401, 403, 503)}
 
     @router.post(
         "/reset_prefix_cache",

@@ -105,7 +105,7 @@ def debug_routes(service: Service) -> APIRouter:
     @router.get(
         "/debug/routing",
         response_model=RoutingResponse,
-        responses=openapi.errors(401),
+        responses=openapi.errors(401, 403),
         summary="Which instance the latest requests went to, and why.",
     )
     async def routing() -> Response:

@@ -23,7 +23,7 @@ def fleet_routes(service: Service) -> APIRouter:
     @router.get(
         "/debug/fleet",
         response_model=FleetResponse,
-        responses=openapi.errors(401),
+        responses=openapi.errors(401, 403),
         summary="The instances: where they are, what they are used for, and what they say of themselves.",
     )
     async def fleet() -> Response:
@@ -31,7 +31,7 @@ def fleet_routes(service: Service) -> APIRouter:
 
     answers: dict[str, Any] = {
         "response_model": RoleResponse,
-        "responses": openapi.errors(400, 401, 404, 413, 415),
+        "responses": openapi.errors(400, 401, 403, 404, 413, 415),
         "openapi_extra": openapi.takes(RoleRequest),
     }
 

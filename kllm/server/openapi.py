@@ -31,6 +31,7 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
 _ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "This needs an operator's key.",
     404: "What the request names does not exist.",
     413: "The request body is too large.",
     415: "The body is not declared as JSON.",

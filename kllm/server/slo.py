@@ -75,7 +75,7 @@ def slo_routes(service: Service) -> APIRouter:
     @router.get(
         "/debug/slo",
         response_model=SloResponse,
-        responses=openapi.errors(401),
+        responses=openapi.errors(401, 403),
         summary="SLO Load: how much of what the service level objectives allow is used, and why.",
     )
     async def slo() -> Response:

@@ -32,6 +32,20 @@ def test_opens_after_failures_in_a_row_and_tries_again() -> None:
     assert breaker.trips == 2
 
 
+def test_a_trial_without_a_result_is_followed_by_another() -> None:
+    """Its client left, or found its stop string."""
+    breaker = Breaker()
+    for _ in range(LEAST_FAILURES):
+        breaker.failed(0.0)
+    breaker.submitted(FIRST_PAUSE_S)
+    assert not breaker.allows(FIRST_PAUSE_S)
+    breaker.undecided()
+    assert breaker.allows(FIRST_PAUSE_S)
+    breaker.submitted(FIRST_PAUSE_S)
+    breaker.succeeded()
+    assert breaker.state(FIRST_PAUSE_S) == "closed"
+
+
 def test_few_failures_among_successes_do_not_matter() -> None:
     breaker = Breaker()
     for _ in range(100):

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
 from support.page_memory import DictStore, MemoryMover
 from support.simulated_runner import SimulatedRunner, reference_output
@@ -29,6 +30,7 @@ from kllm.messages import (
     EngineLoad,
     Hello,
     Ping,
+    PrefillDone,
     Submit,
     Up,
     decode_up,
@@ -37,6 +39,7 @@ from kllm.messages import (
 from kllm.request import Request, SamplingParams
 from kllm.scheduling.plan import Late, Plan, StepResult
 from kllm.scheduling.scheduler import Scheduler
+from kllm.scheduling.sequence import Sequence
 from kllm.transport.link import Link, LinkClosed
 from kllm.transport.memory import memory_pair
 
@@ -312,5 +315,54 @@ def test_a_question_that_comes_again_is_answered_once_and_an_error_told() -> Non
         told = CacheCleared(token="b", complete=False, error="the store is broken")
         assert peer.of(CacheCleared)[1:] == [CacheCleared(token="c", complete=True), told]
         await tiers.close()
+
+    serve(talk)
+
+
+def prefill_only(request_id: str) -> Submit:
+    return msgspec.structs.replace(submit(request_id), prefill_only=True)
+
+
+def prefilled(messages: list[Up]) -> list[PrefillDone]:
+    return [message for message in messages if isinstance(message, PrefillDone)]
+
+
+def test_one_that_drains_hands_over_what_it_has_prefilled() -> None:
+    """The last request there ends with the step after which nothing is left to do."""
+
+    async def talk(peer: Peer) -> None:
+        real = peer.core.hand_over
+
+        async def slow(sequence: Sequence) -> PrefillDone:
+            await asyncio.sleep(0.5)
+            return await real(sequence)
+
+        peer.core.hand_over = slow  # type: ignore[method-assign]
+        peer.send(prefill_only("r"))
+        peer.send(Drain())
+        await asyncio.sleep(3)
+        assert len(prefilled(peer.messages)) == 1
+        assert isinstance(peer.messages[-1], Drained)
+
+    serve(talk, ends=True)
+
+
+def test_kv_that_cannot_be_handed_over_is_computed_elsewhere() -> None:
+    async def talk(peer: Peer) -> None:
+        async def broken(sequence: Sequence) -> PrefillDone:
+            raise RuntimeError("no room")
+
+        async def hanging(sequence: Sequence) -> PrefillDone:
+            return await asyncio.get_running_loop().create_future()
+
+        for name, hand_over in (("broken", broken), ("hanging", hanging)):
+            peer.core.hand_over = hand_over  # type: ignore[method-assign]
+            peer.send(prefill_only(name))
+            await asyncio.sleep(10)
+        done = prefilled(peer.messages)
+        assert [(message.request_id, message.num_outputs, message.kv) for message in done] == [
+            ("broken", 1, None),
+            ("hanging", 1, None),
+        ]
 
     serve(talk)

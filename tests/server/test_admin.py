@@ -86,6 +86,31 @@ def test_api_keys() -> None:
             assert client.get("/v1/models", headers={"Authorization": key}).status_code == 200
 
 
+def status(server: ApiServer, key: str, path: str, method: str = "GET") -> int:
+    with server.client() as client:
+        return client.request(method, path, headers={"Authorization": f"Bearer {key}"}).status_code
+
+
+OPERATORS = (("GET", "/debug/routing"), ("GET", "/debug/slo"), ("GET", "/debug/fleet"), ("POST", "/flush_cache"))
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATORS)
+def test_what_is_for_operators(method: str, path: str) -> None:
+    """Clients that are separate must not learn of each other, nor clear what is another's."""
+    with ApiServer(api_key=["first", "second"]) as server:
+        assert status(server, "first", path, method) == 403
+        assert status(server, "third", path, method) == 401
+    with ApiServer(api_key=["first", "second"], admin_api_key=["boss"]) as server:
+        assert status(server, "boss", path, method) == 200
+        assert status(server, "first", path, method) == 403
+        assert status(server, "third", path, method) == 401
+        assert status(server, "boss", "/v1/models") == 401, "an operator is no client"
+    with ApiServer(api_key=["first"]) as server:
+        assert status(server, "first", path, method) == 200
+    with ApiServer(api_key=["first", "second"], share_cache_between_keys=True) as server:
+        assert status(server, "second", path, method) == 200
+
+
 def salts(keys: list[str], *callers: str, salt: str | None = None, **options: object) -> list[str]:
     """The cache salts of requests that come with these keys."""
     body = {"prompt": "say:same", "cache_salt": salt}

@@ -88,10 +88,8 @@ class Exports:
         )
 
     def _expire(self) -> None:
-        before = self.leases.expired
         self.leases.expire(self._clock())
-        if self.leases.expired > before:
-            self._wake()
+        self._wake()  # whoever looked at the leases before may have let it go
 
     async def _names(self, tokens: array[int], salt: str, adapter: str) -> list[bytes]:
         """Of the whole blocks of these tokens."""
@@ -131,7 +129,7 @@ class Exports:
             await self._demotion.save([name for name in hashes if name not in pool])
             for block in present:
                 if not block.ready:
-                    await block.arrived()
+                    await asyncio.wait([block.arrived()])  # others wait for it too: not to be cancelled
         finally:
             pool.unpin(present)
         ready: list[HostBlock] = []

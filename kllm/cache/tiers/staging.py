@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from kllm.cache.events import BlockStored, EventSink, Medium
@@ -50,7 +51,7 @@ class Staging:
             came = await self._bring(lookup, absent)
             for block in present:
                 if not block.ready:
-                    await block.arrived()
+                    await asyncio.wait([block.arrived()])  # others wait for it too: not to be cancelled
         finally:
             pool.unpin(present)
         staged: list[HostBlock] = []
@@ -69,6 +70,7 @@ class Staging:
         came: dict[bytes, Source] = {name: "peer" for _, name in at_peer}
         if at_peer and not await self._pull(lookup, at_peer):
             return came
+        others = [name for name in others if name not in self._pool]  # some may have come meanwhile
         if others:
             came.update((name, "l3") for name in others)
             await self._read(others)

@@ -349,7 +349,7 @@ class TieredCache:
             return False
         first_hash = staged.blocks[0].hash
         while (running := self._arriving.get(first_hash)) is not None:  # another request brings the same
-            await running
+            await asyncio.wait([running])  # not its own: one that stops waiting must not cancel it for others
         holding = lookup.holding
         if holding is None:
             return False

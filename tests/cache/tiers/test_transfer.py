@@ -7,6 +7,7 @@ import asyncio
 import random
 from itertools import count
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.memory_transfer import MemoryNetwork
@@ -356,5 +357,56 @@ def test_two_full_instances_serve_each_other(seed: int, blocks: int, slots: int,
         await close(one, two)
         assert not one.tiers.lending
         assert not two.tiers.lending
+
+    run(main())
+
+
+def test_one_that_stops_waiting_does_not_cancel_what_others_wait_for() -> None:
+    """Three requests want the same blocks; the client of the second leaves while they are copied into L1."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        p, other = pair(network)
+        patient = TierSettings(staging=True, write="asked", predict=False, fetch_base_s=10.0)
+        d = TieredRequests(16, 16, settings=patient, delay=lambda: 0.1, network=network)
+        p.use(A)
+        source = await p.export(A)
+        brought: dict[int, int] = {}
+
+        def look_up(index: int) -> asyncio.Task[None]:
+            task = d.tiers.look_up(A, "", "", lambda result: brought.setdefault(index, result.peer), source)
+            assert task is not None
+            return task
+
+        tasks = [look_up(index) for index in range(3)]
+        await asyncio.sleep(0.05)
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+        assert [task.cancelled() for task in tasks] == [False, True, False]
+        assert d.use(A) == 4
+        await close(p, d, other)
+
+    run(main())
+
+
+def test_what_comes_while_a_pull_runs_is_not_read_again() -> None:
+    """An export that ends early: the store has the rest, and two lookups want it at once."""
+
+    async def main() -> None:
+        pages: dict[bytes, bytes] = {}
+        network = MemoryNetwork(lambda: 0.05)
+        prompt = tokens_of(*range(1, 9))
+        patient = TierSettings(predict=False, fetch_base_s=10.0)
+        p = TieredRequests(40, 40, DictStore(pages), patient, network=network)
+        d = TieredRequests(40, 40, DictStore(pages, lambda: 0.2), patient, network=network)
+        p.use(prompt)
+        await p.settle()
+        whole = await p.export(prompt)
+        assert whole is not None
+        half = msgspec.structs.replace(whole, slots=whole.slots[:4], checksums=whole.checksums[:4])
+        await asyncio.gather(d.look_up(prompt, source=half), d.look_up(prompt, source=half))
+        d.check()
+        assert d.use(prompt) == 8
+        await close(p, d)
 
     run(main())
