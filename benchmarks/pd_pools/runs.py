@@ -37,7 +37,7 @@ def one_run(config: SimulationConfig) -> Figures:
 
 
 def means(runs: list[Figures]) -> dict[str, Any]:
-    """Means over the runs, and the least and greatest goodput."""
+    """Means over the runs, one for each seed, and the least and greatest goodput."""
     figures: dict[str, Any] = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]}
     goodput = [run["goodput_rps"] for run in runs]
-    return figures | {"goodput_range": [round(min(goodput), 4), round(max(goodput), 4)]}
+    return figures | {"seeds": len(runs), "goodput_range": [round(min(goodput), 4), round(max(goodput), 4)]}
