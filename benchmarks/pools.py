@@ -1,6 +1,6 @@
 """Prefill and Decode Pools in virtual time: GLM-5.2 on 8 H200 an instance, 4 P and 4 D.
 
-    python benchmarks/pools.py                        all parts, about an hour of one core
+    python benchmarks/pools.py                        all parts, about 20 minutes of one core
     python benchmarks/pools.py --parts phases         some of them
     python benchmarks/pools.py --json                 the figures on standard output, tables on standard error
     python benchmarks/pools.py --parts "" --json      what was measured last

@@ -9,8 +9,8 @@
     python benchmarks/routing.py --decision-cost     time of a decision, and size of the index
 
 A load is a share of what the fleet could do if requests were dealt out in turn, so that a router that finds more hits
-can still serve 1.1. Hit rate: share of prompt tokens. Goodput: requests within TTFT 4 s and TPOT 60 ms, for each second
-in which requests came. `agentic` is a slice of the agentic trace (benchmarks/cache_routing/agentic.py).
+can still serve 1.1. Hit rate: share of prompt tokens. Goodput: share of requests within TTFT 4 s and TPOT 60 ms, of the
+rate at which they come. `agentic` is a slice of the agentic trace (benchmarks/cache_routing/agentic.py).
 
 Every finished run is kept in benchmarks/results/routing_runs.jsonl and not made again (--again ROUTERS forgets those of
 some routers, --finished shows what is there). Means go to benchmarks/results/routing.json, the page to routing.html

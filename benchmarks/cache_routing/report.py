@@ -72,8 +72,8 @@ def _cells(one: dict[str, Any]) -> tuple[str, ...]:
 HEAD = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Routers compared</title>
 <meta name="viewport" content="width=device-width"><style>{CSS}{MORE_CSS}</style></head><body><main>
 <h1>Routers compared</h1><p class="lead">GLM-5.2 on 8 H200 an instance, virtual time. A load is a share of what the
-fleet could do if requests were dealt out in turn. Goodput: requests within TTFT 4 s and TPOT 60 ms, for each second in
-which requests came. Means over the seeds.</p>"""
+fleet could do if requests were dealt out in turn. Goodput: share of requests within TTFT 4 s and TPOT 60 ms, of the
+rate at which they come. Means over the seeds.</p>"""
 FOOT = "<footer>python benchmarks/routing.py --matrix</footer></main></body></html>"
 
 

@@ -13,6 +13,7 @@ from kllm.request import Request
 
 FETCH_L2, FETCH_L3 = 0.05, 0.15  # of computing a token: what bringing it up from below costs
 DECODING = 24.0  # prompt tokens that a request which decodes delays a prompt by
+WORK = 3.0  # own tokens to compute count so often
 DELAY = 0.05  # of computing a token: what it costs each request that is there and has to wait for it
 CROWD = 8.0  # prompt tokens: what each request there costs each other one
 NOISE = 0.02  # of the prompt: scores that close are equal, and drawn
@@ -57,19 +58,21 @@ class CacheAware(Weighing):
     """The least sum of what the request has to wait for and of what others there have to wait for, in prompt tokens:
 
         what it has to prefill before
-        + own tokens that it lacks * (1 + DELAY for each request there) + fetching those below its device
+        + own tokens that it lacks * (WORK + DELAY for each request there) + fetching those below its device
         + DECODING for each request there + CROWD for each two of them, counted both ways
 
-    The second line's factor is the delay that a prefill is to those that decode meanwhile: a long prompt goes where few
-    are, and what one instance has cached is worth more the busier all are, since less is computed at all. The last term
-    is the delay that requests are to each other while they decode: it balances their number where there are many.
+    What it computes is weighed by more than its own wait (WORK): it is work that the fleet could have saved. The second
+    part of the factor is the delay that a prefill is to those that decode meanwhile: a long prompt goes where few are,
+    and what an instance has cached is worth more the busier it is. The last term is the delay that requests are to each
+    other while they decode: it balances their number where there are many.
+
     A hot prefix spreads by itself: when those that have it are so busy that computing it elsewhere is quicker, it is
     computed elsewhere. The gateway counts at once what it assigns, so that a burst is spread although no report came.
     """
 
     def score(self, prompt: int, candidate: Candidate) -> float:
         fetched = FETCH_L2 * (candidate.l2 - candidate.l1) + FETCH_L3 * (candidate.l3 - candidate.l2)
-        lacking = (prompt - candidate.l3) * (1.0 + DELAY * candidate.assigned)
+        lacking = (prompt - candidate.l3) * (WORK + DELAY * candidate.assigned)
         decoding = candidate.assigned * (DECODING + CROWD * candidate.assigned)
         return candidate.prefilling + lacking + fetched + decoding
 

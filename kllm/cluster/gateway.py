@@ -26,7 +26,7 @@ from kllm.cluster.instance_handle import InstanceFailed
 from kllm.cluster.instances import Instances
 from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.placement import Place, Placement
-from kllm.cluster.pool_routing import GlobalPools, PoolPolicy
+from kllm.cluster.pool_routing import GlobalPools, PoolPolicy, PoolSettings
 from kllm.cluster.prefix_index import Hashes
 from kllm.cluster.request_stream import End, Gap, HeldKv, RequestStream
 from kllm.cluster.routing import LeastLoaded, Router
@@ -93,7 +93,9 @@ class Gateway:
         router = router or LeastLoaded(rng)
         uses_cache = router.uses_cache or (pools is not None and pools.uses_cache)
         self._directory = CacheDirectory(len(launchers)) if uses_cache else None
-        self._placement = Placement(router, pools or GlobalPools(rng), self._directory)
+        slo = slo or SloLimits()
+        pools = pools or GlobalPools(rng, PoolSettings(tpot_slo_s=slo.tpot_s))
+        self._placement = Placement(router, pools, self._directory)
         self.routing = RoutingLog()
         self.slo = SloLoad(slo)
         self._degrade = degrade

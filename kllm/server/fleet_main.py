@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kllm.cluster.fleet_config import FleetConfig, FleetConfigError, read_fleet
 from kllm.cluster.membership import Membership, make_launcher
-from kllm.cluster.pool_routing import GlobalPools
+from kllm.cluster.pool_routing import GlobalPools, PoolSettings
 from kllm.cluster.routers import ROUTERS
 from kllm.config import ServerConfig
 from kllm.hub import resolve
@@ -46,7 +46,8 @@ async def _serve(
     rng = random.Random()
     display = StartDisplay(len(fleet.entries))
     launchers = [make_launcher(entry, key) for entry in fleet.entries]
-    gateway = make_gateway(launchers, config, rng, ROUTERS[config.routing](rng), GlobalPools(rng), display)
+    pools = GlobalPools(rng, PoolSettings(tpot_slo_s=config.slo_tpot_s))
+    gateway = make_gateway(launchers, config, rng, ROUTERS[config.routing](rng), pools, display)
     changes: set[asyncio.Task[None]] = set()
     membership = Membership(gateway, fleet)
 

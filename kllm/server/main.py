@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from kllm.cluster.gateway import Gateway, InstanceFailed
 from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.launchers.local import LocalLauncher
-from kllm.cluster.pool_routing import GlobalPools, PoolPolicy
+from kllm.cluster.pool_routing import GlobalPools, PoolPolicy, PoolSettings
 from kllm.cluster.routers import ROUTERS
 from kllm.cluster.routing import Router
 from kllm.cluster.slo_snapshot import SloLimits
@@ -86,7 +86,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
     rng = random.Random()
     cores, memory = available_cores(), available_memory()
     router = ROUTERS[config.routing](rng)
-    pools = GlobalPools(rng) if config.prefill else None
+    pools = GlobalPools(rng, PoolSettings(tpot_slo_s=config.slo_tpot_s)) if config.prefill else None
     if router.uses_cache or pools is not None:
         engine_config = engine_config.model_copy(update={"report_cache": True})
     if pools is not None and engine_config.kv_transfer == "off":

@@ -28,9 +28,16 @@ def candidates(*each: dict[str, Any]) -> list[Candidate]:
 def test_ours_weighs_the_match_against_what_is_before() -> None:
     router = CacheAware(random.Random(0))
     assert router.choose(request(), candidates({}, {"l1": 600, "l2": 600, "l3": 600})) == 1
-    busy = {"l1": 600, "l2": 600, "l3": 600, "prefilling": 700}
+    busy = {"l1": 600, "l2": 600, "l3": 600, "prefilling": 2000}  # what it saves counts WORK times
     assert router.choose(request(), candidates({}, busy)) == 0
     assert router.choose(request(), candidates({"prefilling": 400}, busy)) == 1
+
+
+def test_ours_spares_those_that_decode() -> None:
+    """A long prompt waits rather than making many wait; where nothing is queued the fewest requests win."""
+    router = CacheAware(random.Random(0))
+    assert router.choose(request(), candidates({"assigned": 40}, {"assigned": 4, "prefilling": 1500})) == 1
+    assert router.choose(request(), candidates({"assigned": 41}, {"assigned": 40})) == 1
 
 
 def test_ours_prefers_the_nearer_tier() -> None:
