@@ -95,7 +95,8 @@ def test_clearing_the_store_clears_it_for_all(live_model: Path, tmp_path: Path) 
 @pytest.mark.parametrize("share", [False, True], ids=["separate", "shared"])
 def test_keys_meet_in_no_tier_unless_they_share(live_model: Path, tmp_path: Path, share: bool) -> None:
     """What a client is told, and what is computed, is the same as with an empty cache."""
-    keys = ("--api-key", "first", "--api-key", "second", *(["--share-cache-between-keys"] if share else []))
+    keys = ("--api-key", "first", "--api-key", "second", "--admin-api-key", "boss")
+    keys += ("--share-cache-between-keys",) if share else ()
     with LiveServer(live_model, *QUICK, *tiers(tmp_path), *keys) as server, server.client() as client:
         cold = cached(client, "first")
         warm = cached(client, "first")
@@ -106,7 +107,7 @@ def test_keys_meet_in_no_tier_unless_they_share(live_model: Path, tmp_path: Path
         assert cached(client, "second", "salt") == expected
         assert cached(client, "second", "other salt") == cold
         wait_stored(client)
-        flushed = client.post("/flush_cache", headers={"Authorization": "Bearer second"})
+        flushed = client.post("/flush_cache", headers={"Authorization": "Bearer boss"})
         assert flushed.json()["complete"]
         assert cached(client, "first") == warm, "from the store"
         assert cached(client, "first", "third salt") == cold
