@@ -479,7 +479,7 @@ class Gateway:
         waiting, self._waiting = self._waiting, {}  # the older requests go first
         for stream in lost:
             del self._assigned[stream.request.request_id]
-            stream.next_attempt()
+            stream.next_attempt(died=not slot.left)  # one that is taken out has not died of its requests
             self._try_again(stream, reason)
         self._waiting.update(waiting)
         self._dispatch()

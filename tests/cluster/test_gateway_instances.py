@@ -374,3 +374,19 @@ def test_drain_lets_every_instance_finish() -> None:
         gateway.check()
 
     run(main())
+
+
+def test_being_moved_from_an_instance_that_leaves_is_no_strike() -> None:
+    async def main() -> None:
+        leaving, staying = make_launchers(2)
+        async with started(leaving, staying, router=RoundRobin()) as gateway:
+            await asyncio.sleep(5)
+            leaving.faults.stuck = True
+            stream = gateway.generate(make_request("r", max_tokens=20, ignore_eos=True))
+            assert place_of(gateway, stream) == 0
+            await gateway.remove_instance(0, timeout=1.0)
+            assert stream.attempts == 2
+            assert stream.strikes == 0
+            assert_complete(stream, await read(stream))
+
+    run(main())
