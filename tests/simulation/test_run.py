@@ -105,7 +105,7 @@ def test_one_seed_one_history_with_faults_under_any_hash_seed() -> None:
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    with pytest.raises(SimulationError, match="separate prefill and decode instances do not exist yet"):
+    with pytest.raises(ValueError, match="prefill and decode go together"):
         run_small(prefill=1)
     with pytest.raises(LoadError, match="no rate"):
         run_small(trace="random", num_prompts=3, load=0.5)
