@@ -6,6 +6,7 @@ CacheAware is ours. The others are for comparison: what others have published, a
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kllm.cluster.routing import Candidate, Scores
@@ -26,7 +27,7 @@ def drawn(scores: Sequence[tuple[float, int]], rng: random.Random, within: float
     return best[0] if len(best) == 1 else best[rng.randrange(len(best))]
 
 
-class Weighing:
+class Weighing(ABC):
     """A router that takes the least score; among scores within `margin` of it, one is drawn."""
 
     uses_cache = True
@@ -45,9 +46,9 @@ class Weighing:
     def reason(self, chosen: Candidate) -> str:
         return "prefix and load" if chosen.l3 else "load"
 
+    @abstractmethod
     def score(self, prompt: int, candidate: Candidate) -> float:
         """Of a candidate for a prompt of so many tokens; less is better."""
-        raise NotImplementedError
 
     def margin(self, prompt: int) -> float:
         """Scores this close to the least are as good."""
