@@ -19,11 +19,11 @@ from bisect import insort
 from collections import deque
 
 from kllm.cache.manager import Holding, KVManager
-from kllm.costs.step import StepWork
 from kllm.messages import EngineLoad, Submit
 from kllm.request import Delta, FinishReason, Timings, TokenLogprobs
 from kllm.scheduling.admission import Admission
 from kllm.scheduling.plan import NewRow, Plan, RowResult, RowStep, StepResult
+from kllm.scheduling.planned_work import planned_work
 from kllm.scheduling.prefill_policy import FirstCome, PrefillPolicy
 from kllm.scheduling.prefix_hits import PrefixHits
 from kllm.scheduling.queue_policy import QueueKey, first_come
@@ -411,7 +411,7 @@ class Scheduler:
             plan.steps.append(step)
             entries.append((sequence, sequence.epoch, step))
         self._in_flight.append((plan, entries))
-        plan.work = _work(entries)
+        plan.work = planned_work(entries)
         return plan
 
     def _new_row(self, sequence: Sequence, holding: Holding) -> NewRow:
@@ -588,18 +588,3 @@ class Scheduler:
         for sequence in self._sequences.values():
             assert (sequence.holding is not None) == (sequence.state is State.RUNNING)
             assert sequence.state is not State.ENDED
-
-
-def _work(entries: list[tuple[Sequence, int, RowStep]]) -> StepWork:
-    """What a plan computes. Its steps are counted in what the sequences have planned."""
-    new_tokens = sampled = context = longest = beyond = 0
-    for sequence, _, step in entries:
-        count, end = step.count, sequence.planned
-        new_tokens += count
-        context += end
-        sampled += step.sample
-        if count > 1:
-            beyond += (count - 1) * end - count * (count - 1) // 2  # attended to, beside what one token attends to
-            longest = max(longest, count)
-    attended = context + beyond
-    return StepWork(len(entries), new_tokens, sampled, context, attended, attended, max(1, longest))

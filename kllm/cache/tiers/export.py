@@ -127,18 +127,10 @@ class Exports:
         pool.pin(present)
         try:
             await self._demotion.save([name for name in hashes if name not in pool])
-            for block in present:
-                if not block.ready:
-                    await asyncio.wait([block.arrived()])  # others wait for it too: not to be cancelled
+            await pool.arrived(present)
         finally:
             pool.unpin(present)
-        ready: list[HostBlock] = []
-        for name in hashes:
-            block_here = pool.get(name)
-            if block_here is None or not block_here.ready:
-                break
-            ready.append(block_here)
-        return ready
+        return pool.leading_ready(hashes)
 
     async def _add_checksums(self, blocks: list[HostBlock]) -> None:
         lacking = [block for block in blocks if block.checksum is None]

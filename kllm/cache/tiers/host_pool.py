@@ -73,6 +73,22 @@ class HostPool:
         """Names of all blocks whose bytes are there."""
         return [block.hash for block in self._blocks.values() if block.ready]
 
+    def leading_ready(self, hashes: Iterable[bytes]) -> list[HostBlock]:
+        """The blocks of the first hashes, as far as their bytes are here."""
+        ready: list[HostBlock] = []
+        for block_hash in hashes:
+            block = self._blocks.get(block_hash)
+            if block is None or not block.ready:
+                break
+            ready.append(block)
+        return ready
+
+    async def arrived(self, blocks: Iterable[HostBlock]) -> None:
+        """Waits until each of these is ready or discarded. They must be pinned."""
+        for block in blocks:
+            if not block.ready:
+                await asyncio.wait([block.arrived()])  # others wait for it too: not to be cancelled
+
     def leading(self, hashes: Iterable[bytes]) -> int:
         """How many of the first hashes are here, ready or on their way."""
         count = 0

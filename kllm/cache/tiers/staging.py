@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from kllm.cache.events import BlockStored, EventSink, Medium
-from kllm.cache.tiers.host_pool import HostBlock, HostPool
+from kllm.cache.tiers.host_pool import HostPool
 from kllm.cache.tiers.lookup import Lookup, Staged
 from kllm.cache.tiers.page_mover import PageMover
 from kllm.cache.tiers.peer_source import PeerSource
@@ -49,17 +48,10 @@ class Staging:
         pool.pin(present)
         try:
             came = await self._bring(lookup, absent)
-            for block in present:
-                if not block.ready:
-                    await asyncio.wait([block.arrived()])  # others wait for it too: not to be cancelled
+            await pool.arrived(present)
         finally:
             pool.unpin(present)
-        staged: list[HostBlock] = []
-        for name in hashes:
-            found = pool.get(name)
-            if found is None or not found.ready:
-                break
-            staged.append(found)
+        staged = pool.leading_ready(hashes)
         pool.pin(staged)
         return Staged(staged, came)
 
