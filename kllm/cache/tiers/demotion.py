@@ -196,7 +196,7 @@ class Demotion:
                 await self._persist(batch)
             finally:
                 self._busy -= 1
-                self._pool.unpin(batch, done=self._settings.staging)
+                self._pool.unpin(batch, spent=self._settings.staging)
             if self._settings.staging:
                 self._wake_save.set()
 

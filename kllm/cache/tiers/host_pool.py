@@ -6,7 +6,9 @@
 A filling slot is being written, by a copy from the device or by a read from the store; `arrival` tells who waits for
 it. A pinned slot is being read and is not evicted.
 
-Eviction is least recently used. A block is used when it comes, when it is brought up, and when the device evicts its
+Eviction is least recently used, among those first that nobody needs any more (spent), the oldest of them first: else a
+block that has just been written down would be pushed out by the next, and look as if it had never been here. A block is
+used when it comes, when it is brought up, and when the device evicts its
 copy; hits on the device do not come this far. A run of blocks is touched from its end to its beginning, so that a
 prefix outlives what continues it.
 """
@@ -51,6 +53,7 @@ class HostPool:
         self._free = list(range(num_slots - 1, -1, -1))
         self._blocks: dict[bytes, HostBlock] = {}
         self._idle: OrderedDict[bytes, HostBlock] = OrderedDict()  # ready and not pinned, coldest first
+        self._spent: OrderedDict[bytes, HostBlock] = OrderedDict()  # as well, and the first to go
         self._on_evict = on_evict
         self.num_evicted = 0
 
@@ -63,7 +66,7 @@ class HostPool:
 
     @property
     def available(self) -> int:
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + len(self._spent)
 
     def get(self, block_hash: bytes) -> HostBlock | None:
         """The block, ready or on its way."""
@@ -136,44 +139,42 @@ class HostPool:
         for block in blocks:
             block.pins += 1
             self._idle.pop(block.hash, None)
+            self._spent.pop(block.hash, None)
 
-    def unpin(self, blocks: Sequence[HostBlock], *, done: bool = False) -> None:
-        """Given back: they are the most recently used now. done: they are the first to go instead."""
+    def unpin(self, blocks: Sequence[HostBlock], *, spent: bool = False) -> None:
+        """Given back: they are the most recently used now. spent: and go before all that are not."""
+        kept = self._spent if spent else self._idle
         for block in reversed(blocks):
             block.pins -= 1
             if block.ready and not block.pins:
-                self._idle[block.hash] = block
-                if done:
-                    self._idle.move_to_end(block.hash, last=False)
+                kept[block.hash] = block
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """They have just been used, or just lost their copy on the device."""
         for block_hash in reversed(hashes):
-            if block_hash in self._idle:
-                self._idle.move_to_end(block_hash)
+            for kept in (self._idle, self._spent):
+                if block_hash in kept:
+                    kept.move_to_end(block_hash)
 
     # -- going -----------------------------------------------------------------------------------------------
 
     def _evict(self, wanted: int) -> None:
+        self.num_evicted += self._give_up(wanted)
+
+    def _give_up(self, wanted: int) -> int:
         gone: list[bytes] = []
-        while len(gone) < wanted and self._idle:
-            block_hash, block = self._idle.popitem(last=False)
+        while len(gone) < wanted and (self._spent or self._idle):
+            block_hash, block = (self._spent or self._idle).popitem(last=False)
             del self._blocks[block_hash]
             self._free.append(block.slot)
             gone.append(block_hash)
         if gone:
-            self.num_evicted += len(gone)
             self._on_evict(gone)
+        return len(gone)
 
     def clear(self) -> None:
         """Give up everything that is neither filling nor pinned."""
-        gone = list(self._idle)
-        for block in self._idle.values():
-            del self._blocks[block.hash]
-            self._free.append(block.slot)
-        self._idle.clear()
-        if gone:
-            self._on_evict(gone)
+        self._give_up(len(self._idle) + len(self._spent))
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is in exactly one place."""
@@ -182,4 +183,4 @@ class HostPool:
         for block_hash, block in self._blocks.items():
             assert block.hash == block_hash
             assert block.pins >= 0
-            assert (block_hash in self._idle) == (block.ready and not block.pins)
+            assert (block_hash in self._idle) + (block_hash in self._spent) == (block.ready and not block.pins)

@@ -448,7 +448,9 @@ class TieredCache:
         """Forget what L1 and L2 hold and nobody uses; with `store`, what the store holds too. Whether L1 and L2 hold
         nothing any more. Raises StoreError."""
         self._demotion.forget()
-        await asyncio.wait([self._spawn(self._demotion.settled())], timeout=CLEAR_GRACE_S)
+        settled = self._spawn(self._demotion.settled())
+        await asyncio.wait([settled], timeout=CLEAR_GRACE_S)
+        settled.cancel()
         empty = self._clear_memory()
         if store and self._link is not None:
             await self._link.clear()

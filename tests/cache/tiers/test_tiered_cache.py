@@ -348,3 +348,20 @@ def test_where_l2_is_only_a_passage_blocks_wait_for_the_store() -> None:
         await cache.close()
 
     run(main())
+
+
+def test_where_l2_is_only_a_passage_what_is_about_to_go_is_written_once() -> None:
+    """L1 is full, so that its coldest blocks are always about to go; that L2 gave them up does not bring them back."""
+
+    async def main() -> None:
+        store = DictStore(delay=lambda: 0.01)
+        cache = TieredRequests(48, 12, store, TierSettings(write="back", staging=True, predict=False))
+        for number in range(30):
+            await cache.request(tokens_of(*range(100 + 4 * number, 104 + 4 * number)))
+            await asyncio.wait_for(cache.settle(), timeout=5.0)
+        counts = cache.tiers.snapshot()
+        assert counts.l1_evicted > 48
+        assert counts.saved == counts.stored == len(store.pages) > 48
+        await cache.close()
+
+    run(main())
