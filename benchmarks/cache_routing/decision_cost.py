@@ -24,6 +24,7 @@ from kllm.request import Request, SamplingParams
 
 INSTANCES, BLOCKS_EACH = 64, 125_000
 PROMPT_TOKENS, BLOCK_TOKENS = 128_000, 16
+NEW_BLOCKS = 500  # at a prompt's end
 DECISIONS = 400
 LARGE_INSTANCES, LARGE_BLOCKS = 8, 1_000_000
 
@@ -45,7 +46,8 @@ def filled(instances: int, blocks: int, rng: np.random.Generator, prompt: Hashes
 
 
 def decision_times() -> dict[str, float]:
-    """Milliseconds of processor time of a decision; every instance has another share of the prompt."""
+    """Milliseconds of processor time of a decision; every instance has another share of the prompt, and the last
+    sixteenth is new each time."""
     rng = np.random.default_rng(1)
     prompt = rng.integers(1, 2**63, PROMPT_TOKENS // BLOCK_TOKENS, dtype=np.uint64)
     directory = filled(INSTANCES, BLOCKS_EACH, rng, prompt)
@@ -53,6 +55,7 @@ def decision_times() -> dict[str, float]:
     request = Request(request_id="r", prompt_token_ids=[1] * PROMPT_TOKENS, params=SamplingParams())
     times = []
     for number in range(DECISIONS):
+        prompt = np.concatenate((prompt[:-NEW_BLOCKS], rng.integers(1, 2**63, NEW_BLOCKS, dtype=np.uint64)))
         began = time.thread_time()
         chosen = decide(directory, prompt, request, router, log, float(number))
         directory.routed(chosen, prompt, float(number))

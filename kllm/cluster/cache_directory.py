@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from kllm.cache.block_hash import chain, root_hash
-from kllm.cluster.prefix_index import Hashes, Matches, PrefixIndex, Tier, short_hashes
+from kllm.cluster.prefix_index import Hashes, Matches, PrefixIndex, Tier, marks, short_hashes
 from kllm.messages import CacheChange, CacheDelta, CacheDump, EngineLoad, Hello
 from kllm.request import Request
 
@@ -192,10 +192,11 @@ class CacheDirectory:
 
     def routed(self, instance: int, hashes: Hashes, now: float) -> None:
         """A prompt was sent there. now: the loop's time."""
-        if now - self._turned_at >= EXPECTED_S or self._expected[0].num_blocks + len(hashes) > EXPECTED_BLOCKS:
+        marked = hashes[marks(len(hashes))]
+        if now - self._turned_at >= EXPECTED_S or self._expected[0].num_blocks + len(marked) > EXPECTED_BLOCKS:
             self._turned_at = now
             self._expected = [PrefixIndex(EXPECTED_BLOCKS, self._instances), self._expected[0]]
-        self._expected[0].stored(instance, hashes, Tier.DEVICE)
+        self._expected[0].stored(instance, marked, Tier.DEVICE)
         self._unreported[instance] += len(hashes)
 
     def matches(self, hashes: Hashes) -> Matches:
@@ -204,6 +205,6 @@ class CacheDirectory:
         for expected in self._expected:
             if not expected.num_blocks:
                 continue
-            l1 = expected.on_device(hashes)
+            l1 = expected.matches(hashes, only_marks=True).l1
             known = Matches(np.maximum(known.l1, l1), np.maximum(known.l2, l1), np.maximum(known.l3, l1))
         return known

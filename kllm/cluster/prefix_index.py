@@ -10,6 +10,10 @@ operations.
     host    uint64 [groups][buckets, 8]
     store   bool   [buckets, 8]
 
+Of a long prompt not every block is looked up. Caches give up the end of a prefix before its beginning, so whoever has a
+block has those before it: beyond the first 1,024 blocks, one in 16 is looked at (marks), and then, for each instance, the
+blocks between the last mark that it has and the next. Where a cache has a hole between two marks, it is not seen.
+
 The size is fixed: what does not fit is not known, which costs a hit at most, and is counted. 64 bits are enough here: a
 mistaken match misroutes a request, it never mixes KV (instances compare tokens).
 """
@@ -29,8 +33,11 @@ MOST_INSTANCES = 256
 FULL = 0.82  # of all places: beyond this, new blocks wait for others to go
 SPILL = 16  # buckets in a row that a key may be in
 SCANNED = 1 << 16  # places looked through at once
+FINE = 1024  # blocks of a prompt that are all looked at
+STRIDE = 16  # beyond those, one in so many is
 
 Hashes = npt.NDArray[np.uint64]
+Masks = npt.NDArray[np.uint64]
 Number = TypeVar("Number", np.uint64, np.int64)
 
 
@@ -62,6 +69,12 @@ def short_hashes(hashes: list[bytes]) -> Hashes:
     """The 64 bits that cache events carry of a block's hash: its last 8 bytes, big-endian. 0 becomes 1."""
     raw = np.frombuffer(b"".join(block_hash[-8:] for block_hash in hashes), dtype=">u8").astype(np.uint64)
     return np.maximum(raw, np.uint64(1))
+
+
+def marks(blocks: int) -> npt.NDArray[np.int64]:
+    """Which of so many blocks of a prompt are always looked at; the same ones of every prompt."""
+    fine = np.arange(min(blocks, FINE))
+    return np.concatenate((fine, np.arange(FINE + STRIDE - 1, blocks, STRIDE))) if blocks > FINE else fine
 
 
 class PrefixIndex:
@@ -229,28 +242,48 @@ class PrefixIndex:
 
     # -- what a router asks ----------------------------------------------------------------------------------
 
-    def matches(self, hashes: Hashes) -> Matches:
-        """hashes: of a prompt's blocks, in order."""
-        places = self._find_leading(hashes)
-        # Each of these is a cache miss a block: nothing is read of tiers that hold nothing.
-        stored = self._store.reshape(-1)[places] if self._has_store else np.zeros(0, np.bool_)
-        hosts = any(self._num_held[Tier.HOST])
-        l1, l2, l3 = [], [], []
-        for device_masks, host_masks in zip(self._device, self._host, strict=True):
-            local = device = device_masks.reshape(-1)[places]
-            if hosts:
-                local = device | host_masks.reshape(-1)[places]
-            l1.append(_leading(device))
-            l2.append(_leading(local) if hosts else l1[-1])
-            l3.append(_leading(np.where(stored, ~np.uint64(0), local)) if stored.any() else l2[-1])
-        return Matches(*(np.concatenate(parts)[: self._instances] for parts in (l1, l2, l3)))
+    def matches(self, hashes: Hashes, *, only_marks: bool = False) -> Matches:
+        """hashes: of a prompt's blocks, in order. only_marks: of none but those was it told."""
+        places = self._find_leading(hashes[marks(len(hashes))])
+        found = np.zeros((3, len(self._device), GROUP), np.int64)
+        for group in range(len(self._device)):
+            l1, l2, l3 = self._masks(group, places)
+            found[:, group] = leading = _leading(l1)
+            if l3 is not l1:
+                found[1, group] = found[2, group] = leading if l2 is l1 else _leading(l2)
+            if l3 is not l2:
+                found[2, group] = _leading(l3)
+        found += (STRIDE - 1) * np.maximum(found - FINE, 0)  # marks to blocks
+        if not only_marks:
+            self._refine(hashes, found)
+        return Matches(*found.reshape(3, -1)[:, : self._instances])
 
-    def on_device(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        """l1 of `matches` alone."""
-        places = self._find_leading(hashes)
-        parts = [_leading(masks.reshape(-1)[places]) for masks in self._device]
-        leading: npt.NDArray[np.int64] = np.concatenate(parts)[: self._instances]
-        return leading
+    def _masks(self, group: int, places: npt.NDArray[np.int64]) -> tuple[Masks, Masks, Masks]:
+        """Who of a group has what lies at these places on its device, in host memory as well, in the store as well.
+        Each array is a cache miss a place: nothing is read of tiers that hold nothing, and it is the same array then."""
+        device = local = every = self._device[group].reshape(-1)[places]
+        if any(self._num_held[Tier.HOST]):
+            local = every = device | self._host[group].reshape(-1)[places]
+        if self._has_store:
+            every = np.where(self._store.reshape(-1)[places], ~np.uint64(0), local)
+        return device, local, every
+
+    def _refine(self, hashes: Hashes, found: npt.NDArray[np.int64]) -> None:
+        """found [tier, group, instance]: blocks up to a mark that is held; adds those up to the next."""
+        ends_here = (found >= FINE) & (found < len(hashes))
+        starts = _distinct(found[ends_here])
+        if not len(starts):
+            return
+        blocks = starts[:, None] + np.arange(STRIDE - 1)  # a row for each stretch in which something ends
+        places = self._find(hashes[np.minimum(blocks, len(hashes) - 1)].reshape(-1)).reshape(blocks.shape)
+        known = (blocks < len(hashes)) & (places >= 0)
+        instance = np.arange(GROUP, dtype=np.uint64)[:, None]
+        for group in range(len(self._device)):
+            for tier, masks in enumerate(self._masks(group, places)):
+                held = np.bitwise_and.accumulate(np.where(known, masks, np.uint64(0)), axis=1)
+                row = np.searchsorted(starts[:-1], found[tier, group])
+                more = (held[row] >> instance & np.uint64(1)).sum(axis=1, dtype=np.int64)
+                found[tier, group] += np.where(ends_here[tier, group], more, 0)
 
     def _find_leading(self, hashes: Hashes) -> npt.NDArray[np.int64]:
         """Places up to the first hash that is not known, in windows that grow: most prompts end early."""
@@ -271,7 +304,7 @@ def _bit(instance: int) -> np.uint64:
     return np.uint64(1 << instance % GROUP)
 
 
-def _leading(masks: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+def _leading(masks: Masks) -> npt.NDArray[np.int64]:
     """Per instance of a group, how many of the first masks have its bit."""
     leading = np.zeros(GROUP, np.int64)
     if not len(masks):

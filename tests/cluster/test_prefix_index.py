@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kllm.cache.block_hash import chain, root_hash
-from kllm.cluster.prefix_index import PrefixIndex, Tier, short_hashes
+from kllm.cluster.prefix_index import FINE, STRIDE, PrefixIndex, Tier, marks, short_hashes
 
 
 def hashes(*numbers: int) -> np.ndarray:
@@ -54,6 +54,44 @@ def test_what_it_says_is_what_it_was_told(seed: int, instances: int) -> None:
             assert found.l2[i] == leading(local, prompt)
             assert found.l3[i] == leading(local | store, prompt)
     assert index.num_refused == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), instances=st.sampled_from((1, 5, 64, 70)))
+def test_where_caches_hold_prefixes_long_prompts_are_exact(seed: int, instances: int) -> None:
+    rng = random.Random(seed)
+    index = PrefixIndex(10_000, instances)
+    length = rng.choice((FINE - 1, FINE, FINE + 1, FINE + STRIDE, rng.randrange(FINE, 3 * FINE)))
+    prompt = np.array([rng.getrandbits(64) | 1 for _ in range(length)], np.uint64)
+    near = rng.randrange(length + 1)
+
+    def some() -> int:
+        """So many leading blocks; often as many as others."""
+        return rng.choice((0, near, min(near + 1, length), length, rng.randrange(length + 1)))
+
+    device, host, store = [some() for _ in range(instances)], [some() for _ in range(instances)], some()
+    for tier, held in ((Tier.DEVICE, device), (Tier.HOST, host)):
+        if rng.random() < 0.3:
+            held[:] = [0] * instances
+        for instance, blocks in enumerate(held):
+            index.stored(instance, prompt[:blocks], tier)
+    index.stored(0, prompt[:store], Tier.STORE)
+    for tail in (0, 1, STRIDE, 2 * FINE):  # the prompt goes on with what nobody has
+        unknown = np.array([rng.getrandbits(64) | 1 for _ in range(tail)], np.uint64)
+        found = index.matches(np.concatenate((prompt, unknown)))
+        local = [max(pair) for pair in zip(device, host, strict=True)]
+        assert found.l1.tolist() == device
+        assert found.l2.tolist() == local
+        assert found.l3.tolist() == [max(blocks, store) for blocks in local]
+
+
+def test_of_holes_in_a_long_prompt_only_those_at_marks_are_seen() -> None:
+    index, prompt = PrefixIndex(10_000, 2), np.arange(1, 3001, dtype=np.uint64)
+    for instance in range(2):
+        index.stored(instance, prompt, Tier.DEVICE)
+    index.removed(0, prompt[marks(3000)[FINE + 5] :][:1], Tier.DEVICE)
+    index.removed(1, prompt[marks(3000)[FINE + 5] + 1 :][:1], Tier.DEVICE)
+    assert index.matches(prompt).l1.tolist() == [FINE + 6 * STRIDE - 1, 3000]
 
 
 def test_what_does_not_fit_is_not_known() -> None:
