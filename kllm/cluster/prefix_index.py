@@ -11,7 +11,7 @@ operations.
     store   bool   [buckets, 8]
 
 Of a long prompt not every block is looked up. Caches give up the end of a prefix before its beginning, so whoever has a
-block has those before it: beyond the first 1,024 blocks, one in 16 is looked at (marks), and then, for each instance, the
+block has those before it: beyond the first 128 blocks, one in 16 is looked at (marks), and then, for each instance, the
 blocks between the last mark that it has and the next. Where a cache has a hole between two marks, it is not seen.
 
 The size is fixed: what does not fit is not known, which costs a hit at most, and is counted. 64 bits are enough here: a
@@ -33,7 +33,7 @@ MOST_INSTANCES = 256
 FULL = 0.82  # of all places: beyond this, new blocks wait for others to go
 SPILL = 16  # buckets in a row that a key may be in
 SCANNED = 1 << 16  # places looked through at once
-FINE = 1024  # blocks of a prompt that are all looked at
+FINE = 128  # blocks of a prompt that are all looked at
 STRIDE = 16  # beyond those, one in so many is
 
 Hashes = npt.NDArray[np.uint64]
