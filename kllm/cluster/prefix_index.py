@@ -65,6 +65,15 @@ def _distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
     return ordered[first]
 
 
+def _turns(ordered: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """0, 1, … within each run of equal numbers."""
+    first = np.ones(len(ordered), np.bool_)
+    first[1:] = ordered[1:] != ordered[:-1]
+    starts = np.flatnonzero(first)
+    turns: npt.NDArray[np.int64] = np.arange(len(ordered)) - np.repeat(starts, np.diff(starts, append=len(ordered)))
+    return turns
+
+
 def short_hashes(hashes: list[bytes]) -> Hashes:
     """The 64 bits that cache events carry of a block's hash: its last 8 bytes, big-endian. 0 becomes 1."""
     raw = np.frombuffer(b"".join(block_hash[-8:] for block_hash in hashes), dtype=">u8").astype(np.uint64)
@@ -197,26 +206,28 @@ class PrefixIndex:
         key = self._key.reshape(-1)
         taken: list[npt.NDArray[np.int64]] = []
         home = (left % np.uint64(self._buckets)).astype(np.int64)
+        order = np.argsort(home)
+        left, home = left[order], home[order]
         for spill in range(SPILL):
-            for _ in range(WAYS):  # two hashes of one bucket want the same place: one gets it in each round
-                bucket = (home + spill) % self._buckets
-                free = self._key[bucket] == 0
-                way = free.argmax(axis=1)
-                wanted = np.where(free[np.arange(len(left)), way], bucket * WAYS + way, -1)
-                _, first = np.unique(wanted, return_index=True)
-                first = first[wanted[first] >= 0]
-                if not len(first):
-                    break
-                key[wanted[first]] = left[first]
+            if not len(left):
+                break
+            turn = _turns(home)  # of several that come to one bucket each gets a free place of its own
+            bucket = home + spill
+            bucket[bucket >= self._buckets] -= self._buckets
+            free = self._key[bucket] == 0
+            count = free.cumsum(axis=1)
+            fits = turn < count[:, -1]
+            way = (free & (count == turn[:, None] + 1)).argmax(axis=1)
+            places = (bucket * WAYS + way)[fits]
+            if len(places):
+                key[places] = left[fits]
                 self._deepest = max(self._deepest, spill)
-                taken.append(wanted[first])
-                rest = np.ones(len(left), np.bool_)
-                rest[first] = False
-                left, home = left[rest], home[rest]
+                taken.append(places)
+            left, home = left[~fits], home[~fits]
         self.num_refused += len(left)
-        places = np.concatenate(taken) if taken else np.empty(0, np.int64)
-        self.num_blocks += len(places)
-        return places
+        added = np.concatenate(taken) if taken else np.empty(0, np.int64)
+        self.num_blocks += len(added)
+        return added
 
     def _free(self, places: npt.NDArray[np.int64]) -> None:
         """Give up those of these places (each once) that nobody holds."""
