@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ STOP_S = 20.0
 BLOCK_TOKENS = 32  # the smallest of vLLM's on CPUs
 MAX_MODEL_LEN = 1024
 CACHE = Path("~/.cache/kllm/peers").expanduser()
+Command = tuple[list[str], dict[str, str]]  # and further environment variables
 
 
 class ServerFailed(RuntimeError):
@@ -71,20 +72,37 @@ class Place:
         return ExternalEngine(url=url, kv_events=self.events, replay=self.replay)
 
 
-def vllm_command(source: ModelSource, place: Place, blocks: int) -> tuple[list[str], dict[str, str]]:
-    """Command and environment variables of `vllm serve`. Raises ServerFailed where vLLM is not installed."""
+def vllm_server(source: ModelSource, place: Place, cores: int) -> Command:
+    """Command and environment variables of `vllm serve` with bf16. Raises ServerFailed where it is not installed."""
     environments = Environments(CACHE)
     python = environments.python("vllm")
     if not python.exists():
         raise ServerFailed(
-            f"{python} does not exist: install it with make bench-peers ARGS='--engines vllm-bf16 "
-            "--install-only', or measure with --engine kllm"
+            f"{python} does not exist: install it with make bench-peers ARGS='--engines vllm-bf16 --install-only', "
+            "or leave vLLM out"
         )
     folder = Models(source, environments).get("folder", lambda text: None)
     command = [
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "model",
-        "--host", "127.0.0.1", "--port", str(place.port), "--dtype", "bfloat16", "--enforce-eager",
-        "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--enable-prefix-caching",
+        "--host", "127.0.0.1", "--port", str(place.port), "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN),
+    ]  # fmt: skip
+    return command, environments.variables("vllm", cores)
+
+
+def kllm_server(source: ModelSource, place: Place) -> Command:
+    """The same of `kllm serve`, with the weights as shipped."""
+    command = [
+        sys.executable, "-m", "kllm.cli", "serve", str(source.path), "--served-model-name", "model",
+        "--port", str(place.port), "--max-model-len", str(MAX_MODEL_LEN),
+    ]  # fmt: skip
+    return command, {}
+
+
+def vllm_command(source: ModelSource, place: Place, blocks: int) -> Command:
+    """vLLM on one core, with a small cache that it tells of."""
+    command, variables = vllm_server(source, place, 1)
+    command += [
+        "--enforce-eager", "--max-num-seqs", "8", "--enable-prefix-caching",
         "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks),
         "--kv-events-config", place.publishing(),
     ]  # fmt: skip
@@ -93,17 +111,17 @@ def vllm_command(source: ModelSource, place: Place, blocks: int) -> tuple[list[s
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
     }
-    return command, environments.variables("vllm", 1) | own
+    return command, variables | own
 
 
-def kllm_command(source: ModelSource, place: Place, blocks: int) -> tuple[list[str], dict[str, str]]:
-    """The same of `kllm serve`."""
-    command = [
-        sys.executable, "-m", "kllm.cli", "serve", str(source.path), "--served-model-name", "model",
-        "--port", str(place.port), "--threads", "1", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8",
-        "--block-size", str(BLOCK_TOKENS), "--num-kv-blocks", str(blocks), "--kv-events-config", place.publishing(),
+def kllm_command(source: ModelSource, place: Place, blocks: int) -> Command:
+    """kLLM on one core, with a small cache that it tells of."""
+    command, variables = kllm_server(source, place)
+    command += [
+        "--threads", "1", "--max-num-seqs", "8", "--block-size", str(BLOCK_TOKENS), "--num-kv-blocks", str(blocks),
+        "--kv-events-config", place.publishing(),
     ]  # fmt: skip
-    return command, {}
+    return command, variables
 
 
 COMMANDS = {"vllm": vllm_command, "kllm": kllm_command}
@@ -112,11 +130,17 @@ COMMANDS = {"vllm": vllm_command, "kllm": kllm_command}
 @contextlib.contextmanager
 def running(engine: str, source: ModelSource, count: int, blocks: int, folder: Path) -> Iterator[list[Place]]:
     """So many engines, each with a KV cache of `blocks` blocks, ready. Raises ServerFailed."""
-    places = [Place(number, port, folder) for number, port in enumerate(_free_ports(count))]
+    places = free_places(count, folder)
+    with started({place: COMMANDS[engine](source, place, blocks) for place in places}):
+        yield places
+
+
+@contextlib.contextmanager
+def started(commands: Mapping[Place, Command]) -> Iterator[None]:
+    """These servers, ready; their output goes to the logs of their places. Raises ServerFailed."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for place in places:
-            command, variables = COMMANDS[engine](source, place, blocks)
+        for place, (command, variables) in commands.items():
             with open(place.log, "wb") as log:
                 processes.append(
                     subprocess.Popen(
@@ -124,13 +148,13 @@ def running(engine: str, source: ModelSource, count: int, blocks: int, folder: P
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, **variables, "TMPDIR": str(folder)},
+                        env={**os.environ, **variables, "TMPDIR": str(place.folder)},
                         start_new_session=True,
                     )
                 )
-        for place, process in zip(places, processes, strict=True):
+        for place, process in zip(commands, processes, strict=True):
             _wait_ready(place, process)
-        yield places
+        yield
     finally:
         _stop(processes)
 
@@ -163,7 +187,8 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
                 process.wait(STOP_S)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_places(count: int, folder: Path) -> list[Place]:
+    """With ports that nobody listens on now."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
+        return [Place(number, listener.getsockname()[1], folder) for number, listener in enumerate(listeners)]
