@@ -17,7 +17,7 @@ from kllm.messages import CacheChange, CacheDelta, CacheDump, EngineLoad, Hello
 from kllm.request import Request
 
 TIERS = {1: Tier.DEVICE, 2: Tier.HOST, 3: Tier.STORE}
-EXPECTED_BLOCKS = 1 << 16
+EXPECTED_BLOCKS = 1 << 17
 EXPECTED_S = 60.0
 LEAST_BLOCKS = 1 << 16
 REFUSED = 64  # a table that refuses more than one in so many blocks is replaced by one of twice its size
