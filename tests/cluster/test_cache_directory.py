@@ -137,7 +137,7 @@ def test_what_is_known_of_an_instance() -> None:
 def test_what_is_expected_is_bounded_and_the_latest_is_kept() -> None:
     known = directory()
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, 2**63, 30_000, dtype=np.uint64) for _ in range(120)]
+    prompts = [rng.integers(1, 2**63, 30_000, dtype=np.uint64) for _ in range(200)]
     for prompt in prompts:
         known.routed(0, prompt, now=1.0)
     assert known.matches(prompts[-1]).l1.tolist() == [30_000, 0]
