@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,9 @@ from kllm.engine.page_mover import TensorPageMover
 from kllm.models.interface import KVCache
 
 SWITCH_S = 5e-4  # how long a thread keeps the interpreter that another wants; Python's own is ten times that
-SAMPLE_BYTES = 1 << 20  # at both ends of a weight file, to tell models apart
+END_BYTES = 1 << 20  # read at both ends of a weight file, to tell models apart
+SAMPLE_BYTES = 1 << 12  # and between them, here and there
+MOST_SAMPLES = 1024  # of a file
 
 
 def share_interpreter() -> None:
@@ -63,16 +66,25 @@ async def _open_store(config: EngineConfig, page_bytes: int) -> Store:
     return DiskStore(Path(place), page_bytes, config.l3_capacity)
 
 
-def identify(files: Sequence[Path], config: EngineConfig, operators: str) -> str:
-    """Names weights and numerics, so that KV is shared only where it would be the same: the ends and the size of every
-    weight file (reading all of a large model would take longer than loading it), and what computes with them."""
+def identify(files: Sequence[Path], model: dict[str, Any], config: EngineConfig, operators: str) -> str:
+    """Names weights and numerics, so that KV is shared only where it would be the same: samples all over every weight
+    file (reading all of a large model would take longer than loading it), what the model's configuration says, since
+    keys are rotated as it says, and what computes with them."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(files):
         size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            digest.update(f"{path.name} {size}\n".encode() + file.read(SAMPLE_BYTES))
-            file.seek(max(0, size - SAMPLE_BYTES))
-            digest.update(file.read(SAMPLE_BYTES))
+            for start, length in _samples(size):
+                file.seek(start)
+                digest.update(file.read(length))
     numerics = [config.dtype, config.quantization, config.activations, config.kv_cache_dtype, operators]
-    digest.update(msgspec.json.encode(numerics))
+    digest.update(msgspec.json.encode([model, numerics], order="sorted"))
     return digest.hexdigest()
+
+
+def _samples(size: int) -> list[tuple[int, int]]:
+    """Parts of a file, as (start, length): its ends, and a little of every MiB, or of less where that were too many."""
+    every = max(1 << 20, size // MOST_SAMPLES)
+    between = [(start, SAMPLE_BYTES) for start in range(END_BYTES, size - END_BYTES, every)]
+    return [(0, END_BYTES), *between, (max(0, size - END_BYTES), END_BYTES)]
