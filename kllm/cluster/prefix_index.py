@@ -271,7 +271,7 @@ class PrefixIndex:
 
     def _masks(self, group: int, places: npt.NDArray[np.int64]) -> tuple[Masks, Masks, Masks]:
         """Who of a group has what lies at these places on its device, in host memory as well, in the store as well.
-        Each array is a cache miss a place: nothing is read of tiers that hold nothing, and it is the same array then."""
+        Each array is a cache miss a place: nothing is read of tiers that hold nothing; it is the same array then."""
         device = local = every = self._device[group].reshape(-1)[places]
         if any(self._num_held[Tier.HOST]):
             local = every = device | self._host[group].reshape(-1)[places]

@@ -119,7 +119,9 @@ def load_engine(
     torch.set_num_threads(1 if operators.name == "cpu" else config.threads or available_cores())
     phases.begin("allocate KV cache")
     spec = model.kv_spec(config.block_size)
-    spec = msgspec.structs.replace(spec, model=identify(checkpoint.files, checkpoint.config, config, operators.numerics()))
+    spec = msgspec.structs.replace(
+        spec, model=identify(checkpoint.files, checkpoint.config, config, operators.numerics())
+    )
     num_blocks = kv_cache.blocks_within(
         spec, config.kv_cache_memory, config.num_kv_blocks, config.max_num_seqs * max_model_len
     )
