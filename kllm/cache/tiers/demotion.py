@@ -51,6 +51,7 @@ class Demotion:
         self._wake_persist = asyncio.Event()
         self._settled = asyncio.Event()
         self._busy = 0
+        pool.on_room = self._wake_save.set
         self.batch = max(1, min(MOST_BLOCKS, BATCH_BYTES // mover.page_bytes, pool.num_slots // 4))
 
     # -- what happens on the device --------------------------------------------------------------------------
@@ -109,6 +110,8 @@ class Demotion:
     def _next_to_save(self) -> list[bytes]:
         """Blocks that L1 has and L2 has not: those that are to be copied, and those that L1 evicts next."""
         kv, pool = self._kv, self._pool
+        if not pool.available:
+            return []  # they wait: the pool says when there is room
         hashes = self._take(self._asked)
         if hashes:
             return hashes
@@ -119,7 +122,7 @@ class Demotion:
             # Those in the window must fit into L2 together: else saving one would push out another, for ever.
             coldest = kv.coldest(min(4 * self.batch, (pool.available + 1) // 2))
             hashes = [block_hash for block_hash in coldest if block_hash not in pool][: self.batch]
-        return hashes if pool.available else []
+        return hashes
 
     def _take(self, queue: OrderedDict[bytes, None]) -> list[bytes]:
         """The next batch of those that L1 has and L2 has not."""
@@ -220,6 +223,7 @@ class Demotion:
             written = await link.put([block.hash for block in batch], [self._mover.page(b.slot) for b in batch])
         if written is None:
             self._counts.stores_dropped += len(batch)
+            await asyncio.sleep(0)  # all that waits may go this way, and must not hold up a step
             return
         for block in batch:
             block.stored = True

@@ -46,7 +46,8 @@ class HostBlock:
 
 
 class HostPool:
-    """num_slots: blocks of room. on_evict: told of blocks that went."""
+    """num_slots: blocks of room. on_evict: told of blocks that went. on_room: called when a slot can be had again after
+    none could."""
 
     def __init__(self, num_slots: int, on_evict: Callable[[list[bytes]], None] = lambda hashes: None) -> None:
         self.num_slots = num_slots
@@ -55,6 +56,7 @@ class HostPool:
         self._idle: OrderedDict[bytes, HostBlock] = OrderedDict()  # ready and not pinned, coldest first
         self._spent: OrderedDict[bytes, HostBlock] = OrderedDict()  # as well, and the first to go
         self._on_evict = on_evict
+        self.on_room: Callable[[], None] = lambda: None
         self.num_evicted = 0
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -114,19 +116,25 @@ class HostPool:
 
     def publish(self, blocks: Sequence[HostBlock]) -> None:
         """Their bytes are there: filling -> ready."""
+        before = self.available
         for block in reversed(blocks):
             block.ready = True
             self._settle(block, True)
             if not block.pins:
                 self._idle[block.hash] = block
+        if not before and self.available:
+            self.on_room()
 
     def discard(self, blocks: Iterable[HostBlock]) -> None:
         """Their bytes will not come, or are worthless: filling -> free. Pins on them mean nothing any more."""
+        before = self.available
         for block in blocks:
             del self._blocks[block.hash]
             self._free.append(block.slot)
             block.discarded = True
             self._settle(block, False)
+        if not before and self.available:
+            self.on_room()
 
     @staticmethod
     def _settle(block: HostBlock, ready: bool) -> None:
@@ -143,15 +151,18 @@ class HostPool:
 
     def unpin(self, blocks: Sequence[HostBlock], *, spent: bool = False) -> None:
         """Given back: they are the most recently used now. spent: and go before all that are not."""
-        kept = self._spent if spent else self._idle
+        before, kept = self.available, self._spent if spent else self._idle
         for block in reversed(blocks):
             block.pins -= 1
             if block.ready and not block.pins:
                 kept[block.hash] = block
+        if not before and self.available:
+            self.on_room()
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """They have just been used, or just lost their copy on the device."""
-        for block_hash in reversed(hashes):
+        """They have just lost their copy on the device, which gives up a prefix from its end: the first of them go
+        first."""
+        for block_hash in hashes:
             for kept in (self._idle, self._spent):
                 if block_hash in kept:
                     kept.move_to_end(block_hash)

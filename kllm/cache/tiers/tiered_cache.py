@@ -372,6 +372,7 @@ class TieredCache:
             lookup.copying = False
             del self._arriving[first_hash]
             arriving.set_result(None)
+            self.wake()  # a request that found no block may take this lookup's now: it gave way to the copy only
         kv.commit(holding, lookup.tokens, (first + len(blocks)) * kv.block_tokens, None)
         for block in blocks:
             lookup.brought.add(staged.came.get(block.hash, "l2"), 1)

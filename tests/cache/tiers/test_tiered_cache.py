@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -362,6 +363,99 @@ def test_where_l2_is_only_a_passage_what_is_about_to_go_is_written_once() -> Non
         counts = cache.tiers.snapshot()
         assert counts.l1_evicted > 48
         assert counts.saved == counts.stored == len(store.pages) > 48
+        await cache.close()
+
+    run(main())
+
+
+def test_whoever_waits_for_a_copy_to_end_hears_of_it_before_the_lookup_ends() -> None:
+    """While blocks are copied into L1 a request that needs one can only wait; the next batch may be long in coming."""
+
+    class SlowAfterTheFirst(DictStore):
+        async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+            if self.calls > 1:
+                await asyncio.sleep(60.0)
+            return await super().get(keys, into)
+
+    async def main() -> None:
+        loop, store = asyncio.get_running_loop(), DictStore()
+        first = TieredRequests(16, 16, store)
+        await first.request(tokens_of(*range(8)))
+        await first.close()
+        slow = SlowAfterTheFirst(store.pages)
+        settings = TierSettings(write="selective", predict=False, fetch_base_s=5.0)
+        second = TieredRequests(16, 16, slow, settings, delay=lambda: 0.05)
+        woken: list[tuple[float, bool]] = []
+        second.tiers.wake = lambda: woken.append((loop.time(), second.tiers.copying))
+        began = loop.time()
+        brought = await second.look_up(tokens_of(*range(8)))
+        assert brought is not None
+        assert brought.l3 == 4
+        assert loop.time() - began >= 5.0
+        assert [copying for when, copying in woken if when - began < 1.0] == [False]
+        await second.close()
+
+    run(main())
+
+
+def test_l2_gives_up_a_prefix_from_its_end() -> None:
+    """Also after L1 has evicted it, which L2 counts as its last use."""
+
+    async def main() -> None:
+        cache, prompt = TieredRequests(10, 24), tokens_of(*range(1, 9))
+        await cache.request(prompt)
+        await cache.settle()
+        await cache.request(tokens_of(*range(20, 28)))  # pushes it out of L1
+        await cache.settle()
+        evicted, number = cache.tiers.snapshot().l2_evicted, 30
+        while cache.tiers.snapshot().l2_evicted == evicted:
+            await cache.request(tokens_of(number))
+            await cache.settle()
+            number += 1
+        gone = cache.tiers.snapshot().l2_evicted - evicted
+        brought = await cache.look_up(prompt)
+        assert brought is not None
+        assert brought.l2 == 8 - gone > 0
+        await cache.close()
+
+    run(main())
+
+
+def test_what_finds_no_slot_is_saved_when_there_is_one() -> None:
+    async def main() -> None:
+        cache = TieredRequests(32, 4, settings=TierSettings(write="through", predict=False))
+        pool = cache.tiers._pool
+        await cache.request(tokens_of(*range(4)))
+        await cache.settle()
+        pinned = [block for name in pool.ready() if (block := pool.get(name)) is not None]
+        pool.pin(pinned)
+        await cache.request(tokens_of(*range(10, 14)))
+        await asyncio.sleep(1.0)
+        assert cache.tiers.snapshot().saved == 4
+        pool.unpin(pinned)
+        await cache.settle()
+        counts = cache.tiers.snapshot()
+        assert (counts.saved, counts.saves_dropped) == (8, 0)
+        await cache.close()
+
+    run(main())
+
+
+def test_what_cannot_be_written_is_dropped_without_holding_up_the_loop() -> None:
+    async def main() -> None:
+        store = DictStore(delay=lambda: 10.0)
+        cache = TieredRequests(300, 300, store, TierSettings(predict=False))
+        await cache.request(tokens_of(*range(250)))
+        await asyncio.sleep(5.0)  # the first batch is being written, the others wait
+        cache.tiers.hold_writes(True)
+        turns = most = 0
+        while cache.tiers.snapshot().stores_dropped < 100:
+            before = cache.tiers.snapshot().stores_dropped
+            await asyncio.sleep(0 if before else 0.5)
+            most = max(most, cache.tiers.snapshot().stores_dropped - before)
+            turns += 1
+        assert most <= 64
+        cache.tiers.hold_writes(False)
         await cache.close()
 
     run(main())
