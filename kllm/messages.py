@@ -291,9 +291,15 @@ def encode(message: Message) -> bytes:
 
 def decode_down(data: bytes) -> Down:
     """Raises msgspec.DecodeError or msgspec.ValidationError on anything that is not a Down message."""
-    return _down.decode(data)
+    try:
+        return _down.decode(data)
+    except RecursionError as error:
+        raise msgspec.DecodeError(f"nested too deeply: {error}") from error
 
 
 def decode_up(data: bytes) -> Up:
     """Raises msgspec.DecodeError or msgspec.ValidationError on anything that is not an Up message."""
-    return _up.decode(data)
+    try:
+        return _up.decode(data)
+    except RecursionError as error:
+        raise msgspec.DecodeError(f"nested too deeply: {error}") from error

@@ -95,10 +95,11 @@ class Scheduler:
             self.abort([request.request_id])  # a resubmission replaces the older attempt
         limit, error = self._limit(submit)
         if error is not None:
-            return Delta(
-                request_id=request.request_id, attempt=submit.attempt, finish_reason="error", error=error, invalid=True
-            )
-        sequence = Sequence(submit, self._arrivals, now, limit)
+            return _refused(submit, error)
+        try:
+            sequence = Sequence(submit, self._arrivals, now, limit)
+        except OverflowError:
+            return _refused(submit, "a token id is no 32-bit number")
         if submit.prefill_only and len(sequence.tokens) + 1 < limit:
             sequence.limit, sequence.hands_over = len(sequence.tokens) + 1, True
         self._arrivals += 1
@@ -588,3 +589,9 @@ class Scheduler:
         for sequence in self._sequences.values():
             assert (sequence.holding is not None) == (sequence.state is State.RUNNING)
             assert sequence.state is not State.ENDED
+
+
+def _refused(submit: Submit, error: str) -> Delta:
+    return Delta(
+        request_id=submit.request.request_id, attempt=submit.attempt, finish_reason="error", error=error, invalid=True
+    )

@@ -65,6 +65,8 @@ class ExchangeLink:
             while True:
                 self._do(self.exchange.heard(*await self._peers.recv()))
         except LinkClosed:
+            pass
+        finally:  # also after a fault: an instance that hears nobody must not seem well
             self._inbox.end()
 
     def _do(self, turn: Turn) -> None:

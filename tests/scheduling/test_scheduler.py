@@ -150,6 +150,15 @@ def test_what_can_never_fit_is_refused_at_once(length: int, max_tokens: int | No
     loop.check_idle()
 
 
+def test_a_token_id_that_is_none_is_refused() -> None:
+    loop = SchedulerLoop(num_blocks=20, max_model_len=100)
+    client = loop.add(make_request("a", [1, 2**31, 3], max_tokens=3))
+    assert client.last == Delta(
+        request_id="a", finish_reason="error", error="a token id is no 32-bit number", invalid=True
+    )
+    loop.check_idle()
+
+
 @pytest.mark.parametrize(("length", "max_tokens", "outputs"), [(80, 1, 1), (80, None, 1), (61, 20, 20), (70, None, 11)])
 def test_the_largest_admissible_requests_run(length: int, max_tokens: int | None, outputs: int) -> None:
     loop = SchedulerLoop(num_blocks=20, max_model_len=100)

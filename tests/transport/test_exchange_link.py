@@ -8,10 +8,11 @@ import pytest
 from support.memory_peers import MemoryPeers
 from support.virtual_time import run
 
-from kllm.messages import Abort, CacheDelta, Drain, Hello, Leaving, Ping, Submit, WatchCache
+from kllm.messages import Abort, CacheDelta, Down, Drain, Hello, Leaving, Ping, Submit, WatchCache
 from kllm.request import Request, SamplingParams
 from kllm.transport.exchange_link import MOST_WAITING, ExchangeLink
 from kllm.transport.link import LinkClosed
+from kllm.transport.peers import PeerKey
 
 HELLO = Hello(instance_id="i", incarnation="x")
 SUBMIT = Submit(request=Request(request_id="r", prompt_token_ids=[1], params=SamplingParams()))
@@ -67,6 +68,22 @@ def test_one_whose_connection_ends_is_noticed_with_the_next_message() -> None:
         gateway.close()
         link.send(HELLO)
         assert await link.recv() == Abort(request_ids=[named.request.request_id])
+        link.close()
+
+    run(main())
+
+
+def test_an_instance_that_can_hear_nobody_any_more_is_told() -> None:
+    class Faulty(MemoryPeers):
+        async def recv(self) -> tuple[PeerKey, Down]:
+            raise RuntimeError("a fault")
+
+    async def main() -> None:
+        link = ExchangeLink(Faulty())
+        with pytest.raises(LinkClosed):
+            await link.recv()
+        with pytest.raises(RuntimeError, match="a fault"):
+            await link._listening
         link.close()
 
     run(main())

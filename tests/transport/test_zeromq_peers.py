@@ -185,11 +185,12 @@ def test_what_is_no_message_is_ignored(run: Run, address: str, caplog: pytest.Lo
         peers = ZmqPeers(address)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.connect(peers.address)
-            for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"\x81\xa4type\xa3\xff\xfe\xfd"]):
+            nested = b"\x82\xa4type\xa4ping\xa1x" + 5000 * b"\x91" + b"\x00"
+            for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"\x81\xa4type\xa3\xff\xfe\xfd"], [nested]):
                 stranger.send_multipart(frames)
             gateway = dial_instance(peers.address)
             heard = asyncio.create_task(peers.recv())
-            while caplog.text.count("malformed") < 4:  # noqa: ASYNC110 - the log tells nobody
+            while caplog.text.count("malformed") < 5:  # noqa: ASYNC110 - the log tells nobody
                 await asyncio.sleep(0.001)
             gateway.send(Ping())
             assert (await heard)[1] == Ping()
