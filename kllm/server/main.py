@@ -89,8 +89,8 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
     pools = GlobalPools(rng, PoolSettings(tpot_slo_s=config.slo_tpot_s)) if config.prefill else None
     if router.uses_cache or pools is not None:
         engine_config = engine_config.model_copy(update={"report_cache": True})
-    if pools is not None and engine_config.kv_transfer == "off":
-        engine_config = engine_config.model_copy(update={"kv_transfer": "shm"})
+    if pools is not None:
+        engine_config = with_transfer(engine_config)
     configs = [
         instance_config(engine_config.model_copy(update={"role": role}), index, len(roles), cores, memory)
         for index, role in enumerate(roles)
@@ -162,6 +162,13 @@ async def serve_gateway(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await gateway.close()
+
+
+def with_transfer(config: EngineConfig) -> EngineConfig:
+    """The configuration of instances that hand KV over. Raises ServeError."""
+    if not config.enable_prefix_caching:
+        raise ServeError("instances hand cached prefixes over, so --prefill and --decode need enable_prefix_caching")
+    return config if config.kv_transfer != "off" else config.model_copy(update={"kv_transfer": "shm"})
 
 
 def instance_config(config: EngineConfig, index: int, instances: int, cores: int, memory: int) -> EngineConfig:

@@ -19,7 +19,7 @@ import pytest
 
 from kllm.cluster.routers import ROUTERS
 from kllm.config import EngineConfig, ServerConfig
-from kllm.server.main import ServeError, instance_config
+from kllm.server.main import ServeError, instance_config, with_transfer
 
 MAIN = """
 import sys
@@ -108,6 +108,14 @@ def test_instances_share_the_machine() -> None:
     assert instance_config(given, 1, 2, *machine).model_dump(include=set(expected)) == expected
     with pytest.raises(ServeError, match="bind_threads"):
         instance_config(EngineConfig(model="m", bind_threads=True), 0, 2, *machine)
+
+
+def test_instances_of_pools_hand_kv_over() -> None:
+    assert with_transfer(EngineConfig(model="m")).kv_transfer == "shm"
+    given = EngineConfig(model="m", kv_transfer="mooncake")
+    assert with_transfer(given) == given
+    with pytest.raises(ServeError, match="--prefill and --decode need enable_prefix_caching"):
+        with_transfer(EngineConfig(model="m", enable_prefix_caching=False))
 
 
 def test_every_instance_publishes_its_own_cache_events() -> None:

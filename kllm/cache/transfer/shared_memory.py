@@ -36,6 +36,8 @@ class SharedMemoryTransfer:
     Raises OSError where there are no memfds, ValueError where others could not open them."""
 
     def __init__(self, num_slots: int, page_bytes: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memfds")
         name = secrets.token_hex(16)
         self._page_bytes = page_bytes
         self._fd = os.memfd_create(PREFIX + name, os.MFD_CLOEXEC)

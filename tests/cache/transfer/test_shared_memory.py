@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.slot_owner import SlotOwner
 
+from kllm.cache.transfer.opening import make_transfer
 from kllm.cache.transfer.port import TransferError
 from kllm.cache.transfer.shared_memory import SharedMemoryTransfer
 
@@ -122,3 +123,9 @@ def test_many_pages_at_once_are_as_right_as_one() -> None:
     assert (transfer.slots[::-1] == other.slots).all()
     for one in (transfer, other):
         asyncio.run(one.close())
+
+
+def test_where_there_are_no_memfds_the_operator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ValueError, match="kv_transfer shm: no shared memory: this system has no memfds"):
+        asyncio.run(make_transfer("shm", 4, 4096, "127.0.0.1"))
