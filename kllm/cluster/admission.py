@@ -27,7 +27,8 @@ class QueueFull(RuntimeError):
 
 
 class Unavailable(RuntimeError):
-    """No request is taken now: starting, restarting for too long, draining, or (retry_after_s is None) given up."""
+    """No request is taken now: starting, restarting for too long, draining, all too busy, or (retry_after_s is None)
+    given up."""
 
     def __init__(self, message: str, retry_after_s: int | None = None) -> None:
         super().__init__(message)

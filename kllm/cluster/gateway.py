@@ -42,7 +42,8 @@ __all__ = ["Gateway", "InstanceFailed", "QueueFull", "RequestStream", "Unavailab
 
 logger = logging.getLogger(__name__)
 
-RETRY_OUTAGE_S = 5  # Retry-After while no instance is ready
+RETRY_OUTAGE_S = 5  # Retry-After while no instance is ready, or all are too busy
+MAX_REFUSALS = 6  # attempts that instances were too busy for, without a token between, before the client is told so
 MAX_LOSSES = 20  # attempts in a row that yield nothing because messages are lost, before a request ends with an error
 LEAVE_TIMEOUT_S = 30.0  # for what runs on an instance to end, before it is taken out
 ROLE_TIMEOUT_S = 30.0  # for what runs on an instance to end, before it is used for something else
@@ -272,6 +273,8 @@ class Gateway:
             slots = ready if stream.trusted else others
             if sick:
                 slots = [slot for slot in slots if slot.breaker.allows(now)] or slots
+            if stream.given_back_by is not None:
+                slots = [slot for slot in slots if slot is not stream.given_back_by] or slots
             if slots:
                 del self._waiting[request_id]
                 leader = self._assigned.get(stream.request.leader or "")
@@ -300,6 +303,9 @@ class Gateway:
         stream = self._table.get(delta.request_id)
         if stream is None:
             return  # aborted meanwhile
+        if delta.finish_reason == "abort":
+            self._on_given_back(stream, delta)
+            return
         try:
             if not stream.accept(delta):
                 return
@@ -365,6 +371,21 @@ class Gateway:
         self._try_again(stream, "messages were lost on the way")
         self._dispatch()
 
+    def _on_given_back(self, stream: RequestStream, delta: Delta) -> None:
+        """An instance does not go on with a request: what went wrong with it there is the delta's error; where that is
+        None, the instance takes no more requests now. Another attempt, rather elsewhere."""
+        request_id, slot = delta.request_id, self._assigned.get(delta.request_id)
+        if slot is None or delta.attempt != stream.attempt:
+            return
+        del self._assigned[request_id]
+        slot.forget(stream)
+        why = delta.error or "it takes no more requests now"
+        self._failed(slot, why)
+        stream.next_attempt(died=False, refused=delta.error is None)
+        stream.given_back_by = slot
+        self._try_again(stream, why)
+        self._dispatch()
+
     def _failed(self, slot: Slot, why: str) -> None:
         """A request failed there, by the instance's fault."""
         if slot.breaker.failed(asyncio.get_running_loop().time()):
@@ -376,6 +397,9 @@ class Gateway:
         if stream.strikes >= self._max_attempts or stream.losses >= MAX_LOSSES:
             failed = max(stream.strikes, stream.losses)
             stream.fail(f"the request failed after {failed} attempts in a row: {why}")
+            self._remove(stream)
+        elif stream.refusals >= MAX_REFUSALS:
+            stream.refuse(Unavailable("the model's instances take no more requests now", RETRY_OUTAGE_S))
             self._remove(stream)
         elif stream.strikes > 0 and stream.strikes == self._max_attempts - 1:
             self._trial.add(stream)

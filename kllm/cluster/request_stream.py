@@ -41,14 +41,17 @@ class HeldKv(NamedTuple):
 
 
 class RequestStream:
-    """An AsyncIterator[Delta]; read it to its end or `aclose()` it. Cancelling a read closes it too.
+    """An AsyncIterator[Delta]; read it to its end or `aclose()` it. Cancelling a read closes it too. Reading raises
+    Unavailable in the end if instances were there, and all of them too busy for it.
 
     Deltas that wait for a slow reader are merged into one. The client's view hides restarts: num_cached_tokens,
     timings and prompt_logprobs are those of the attempt that yielded the first token.
 
     attempt: the current one; the first is `first_attempt`. outputs: tokens accepted so far, read by the client or not.
     strikes: attempts in a row that died with their instance before proving themselves.
-    losses: attempts in a row whose messages were lost before any token came.
+    losses: attempts in a row whose messages were lost, or which an instance gave back, before any token came.
+    refusals: attempts since the latest token or death that instances were too busy for. given_back_by: the slot whose
+    instance gave back the last attempt.
     trusted: it has proven itself since the last death that it saw.
     hashes: of the prompt's blocks, where the gateway routes by them.
     kv: it is prefilled, and this has not been taken over yet. silent: the current attempt has yielded nothing.
@@ -67,6 +70,8 @@ class RequestStream:
         self.attempt = first_attempt
         self.strikes = 0
         self.losses = 0
+        self.refusals = 0
+        self.given_back_by: Slot | None = None
         self.outputs: list[int] = []
         self.end: End | None = None
         self.kv: HeldKv | None = None
@@ -79,6 +84,7 @@ class RequestStream:
         self._num_cached_tokens = 0
         self._counted = first_attempt  # the attempt that they are of
         self._has_prompt_logprobs = False
+        self._unavailable: Exception | None = None  # to be raised behind what is unread
         self._unread: list[Delta] = []  # the first one, and those after it that are more than tokens
         self._waiter: asyncio.Future[None] | None = None  # of a read
         self._end_waiter: asyncio.Future[None] | None = None
@@ -114,13 +120,18 @@ class RequestStream:
         self._proof_taken = True
         return True
 
-    def next_attempt(self, *, died: bool = True) -> None:
-        """The current attempt is lost, with its instance or (died=False) on the way. What it still sends is dropped."""
+    def next_attempt(self, *, died: bool = True, refused: bool = False) -> None:
+        """The current attempt is lost, with its instance or (died=False) on the way. What it still sends is dropped.
+
+        refused: its instance was too busy for it."""
         if self.proven:
             self.strikes, self._trusted = 0, True
         elif died:
             self.strikes, self._trusted = self.strikes + 1, False
-        self.losses = 0 if died or len(self.outputs) > self._attempt_start else self.losses + 1
+        got_on = died or len(self.outputs) > self._attempt_start
+        self.losses = 0 if got_on else self.losses + (not refused)
+        self.refusals = 0 if got_on else self.refusals + refused
+        self.given_back_by = None
         self.attempt += 1
         self.silent = True
         self._proof_taken = False
@@ -183,6 +194,12 @@ class RequestStream:
     def fail(self, error: str) -> None:
         self._finish(Delta(request_id=self.request.request_id, finish_reason="error", error=error))
 
+    def refuse(self, why: Exception) -> None:
+        """End without a result, and not by a fault: whoever reads is raised this."""
+        assert self.end is None, "a request ends once"
+        self.end, self._unavailable = End.ERROR, why
+        self._wake()
+
     def abort(self) -> None:
         """End on the gateway's initiative; the client sees finish_reason abort."""
         self._finish(Delta(request_id=self.request.request_id, finish_reason="abort"))
@@ -211,7 +228,8 @@ class RequestStream:
     async def __anext__(self) -> Delta:
         while not self._unread:
             if self.end is not None:
-                raise StopAsyncIteration
+                error, self._unavailable = self._unavailable, None
+                raise error or StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -255,7 +273,7 @@ class RequestStream:
 
     async def aclose(self) -> None:
         """The client goes away: if the request still runs it is aborted, before this returns. Idempotent."""
-        self._unread = []
+        self._unread, self._unavailable = [], None
         if self.end is None:
             self.end = End.ABORT
             self._on_close(self)

@@ -295,3 +295,10 @@ def test_refusal_by_the_instance_is_a_bad_request(client: httpx.Client, stream: 
     response = client.post(TEXT, json={"prompt": "say:refuse", "stream": stream})
     assert response.status_code == 400
     assert response.json()["error"]["message"] == "told to"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_instances_that_stay_too_busy_are_no_error_of_the_server(client: httpx.Client, stream: bool) -> None:
+    response = client.post(TEXT, json={"prompt": "say:busy", "stream": stream})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert response.json()["error"]["message"] == "the model's instances take no more requests now"

@@ -64,7 +64,8 @@ def make_tokenizer() -> Tokenizer:
 class TellingInstance:
     """Answers `say:TEXT` with TEXT, anything else with DEFAULT_ANSWER, at up to `per_step` tokens a step.
 
-    `say:forever` never ends by itself; `say:fail` fails after two tokens; `say:refuse` is refused.
+    `say:forever` never ends by itself; `say:fail` fails after two tokens; `say:refuse` is refused; `say:busy` is given
+    back, as one that takes no more requests does.
     `aborts`, `submits` and `clears` are read by tests; while `paused` nothing is answered.
     """
 
@@ -73,6 +74,7 @@ class TellingInstance:
         self.tokenizer = tokenizer
         self.per_step = per_step
         self.running: dict[str, tuple[Request, list[int], int]] = {}
+        self.attempts: dict[str, int] = {}
         self.submits: list[Request] = []
         self.aborts: list[str] = []
         self.clears: list[bool] = []  # with the store, or not
@@ -100,8 +102,9 @@ class TellingInstance:
     async def _read(self) -> None:
         while True:
             match await self.link.recv():
-                case Submit(request=request):
+                case Submit(request=request, attempt=attempt):
                     self.submits.append(request)
+                    self.attempts[request.request_id] = attempt
                     self.running[request.request_id] = (request, self._answer(request), 0)
                 case Abort(request_ids=ids):
                     for request_id in ids:
@@ -131,6 +134,9 @@ class TellingInstance:
         request, answer, done = self.running[request_id]
         params, said = request.params, self.told(request)
         fresh = done == 0
+        if said == "busy":
+            del self.running[request_id]
+            return Delta(request_id=request_id, attempt=self.attempts[request_id], finish_reason="abort")
         if said == "refuse" or (said == "fail" and done >= 2):
             del self.running[request_id]
             return Delta(

@@ -56,9 +56,6 @@ logger = logging.getLogger(__name__)
 FINGERPRINT = "external"  # of all external engines: a gateway serves one model, and names only guide its router
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 2.0  # between attempts to reach an engine that does not answer
 REPORT_INTERVAL_S = 1.0
-# A gateway submits a request again once it was missing in three reports in a row. Nothing overtakes on a link within
-# one process, so these need not take three seconds; the gateway's messages of before are read between them.
-QUICK_REPORTS, QUICK_INTERVAL_S = 3, 0.05
 
 
 class Adapter:
@@ -82,7 +79,6 @@ class Adapter:
         self._term = 0
         self._heard = False  # the gateway has said something
         self._reports = 0
-        self._quick_reports = 0
         self._report_now = asyncio.Event()
         self._draining = asyncio.Event()
         self._beside: set[asyncio.Task[None]] = set()
@@ -158,7 +154,6 @@ class Adapter:
             self._rng,
             most=self._config.max_requests,
             is_alive=watch.is_alive,
-            on_given_back=self._report_quickly,
             on_sent=lambda submit: cache.sent(submit.request.cache_salt),
             on_answered=lambda submit: cache.answered(len(submit.request.prompt_token_ids)),
         )
@@ -244,10 +239,6 @@ class Adapter:
 
     # -- reports ---------------------------------------------------------------------------------------------
 
-    def _report_quickly(self) -> None:
-        self._quick_reports = QUICK_REPORTS
-        self._report_now.set()
-
     async def _report(
         self, hello: Hello, facts: EngineFacts, watch: EngineWatch, cache: CacheWatch, in_flight: InFlight
     ) -> None:
@@ -267,9 +258,5 @@ class Adapter:
                     progress=in_flight.progress(),
                 )
             )
-            if self._quick_reports:
-                self._quick_reports -= 1
-                await asyncio.sleep(QUICK_INTERVAL_S)
-                continue
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._report_now.wait(), REPORT_INTERVAL_S)

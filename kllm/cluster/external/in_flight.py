@@ -17,12 +17,12 @@ from kllm.cluster.external.errors import EngineBusy, EngineFault
 from kllm.cluster.external.http_engine import HttpEngine
 from kllm.cluster.external.outbox import Outbox
 from kllm.messages import Abort, PrefillDone, Submit
-from kllm.request import Delta, InvalidRequest, Timings
+from kllm.request import Delta, FinishReason, InvalidRequest, Timings
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # before a busy engine is asked again
-BUSY_PATIENCE_S = 5.0  # then the request is given back
+BUSY_PATIENCE_S = 5.0  # then it is asked a last time, and the request given back
 MOST_FAILURES = 3  # of one request at this engine; then it ends with an error
 IDS_REMEMBERED = 4096
 
@@ -46,9 +46,9 @@ class Running:
 class InFlight:
     """Requests go to the engine in order of arrival, at most `most` at once.
 
-    A request that the engine fails, or is too busy for, is given back: it is not here any more (see progress), and
-    on_given_back is called; the gateway then tries again, here or elsewhere. After MOST_FAILURES of that it ends with
-    an error. is_alive: asked when the engine fails a request: if it is gone, all are left to the gateway as they are.
+    A request that the engine fails, or is too busy for, is given back: its last delta has finish_reason "abort", and an
+    error only if it has failed; the gateway then tries again, here or elsewhere. After MOST_FAILURES it ends with an
+    error. is_alive: asked when the engine fails a request: if it is gone, all are left to the gateway as they are.
     on_sent, on_answered: a request is on its way; it has ended well.
     """
 
@@ -61,7 +61,6 @@ class InFlight:
         *,
         most: int,
         is_alive: Callable[[], Awaitable[bool]],
-        on_given_back: Callable[[], None],
         on_sent: Callable[[Submit], None],
         on_answered: Callable[[Submit], None],
     ) -> None:
@@ -72,7 +71,6 @@ class InFlight:
         self._rng = rng
         self._places = asyncio.Semaphore(most)
         self._is_alive = is_alive
-        self._on_given_back = on_given_back
         self._on_sent = on_sent
         self._on_answered = on_answered
         self._running: dict[str, Running] = {}
@@ -151,7 +149,8 @@ class InFlight:
         except InvalidRequest as error:
             self._end(running, _failure(running, error.message, invalid=True))
         except EngineBusy as error:
-            self._fail(running, str(error))
+            logger.warning("request %s is given back by %s: %s", submit.request.request_id, self._engine.url, error)
+            self._give_back(running, None)
         except EngineFault as error:
             if await self._is_alive():
                 self._fail(running, str(error))
@@ -162,16 +161,18 @@ class InFlight:
     async def _complete(self, running: Running, body: bytes) -> None:
         """Again while the engine is busy, for a while. Raises InvalidRequest, EngineBusy, EngineFault."""
         loop = asyncio.get_running_loop()
-        deadline, pause = loop.time() + BUSY_PATIENCE_S, FIRST_PAUSE_S
+        deadline, pause, last = loop.time() + BUSY_PATIENCE_S, FIRST_PAUSE_S, False
         while True:
             try:
                 return await self._stream(running, body)
             except EngineBusy as busy:
-                wait = max(pause * self._rng.uniform(0.5, 1.0), busy.retry_after_s)
-                if loop.time() + wait > deadline:
+                left = deadline - loop.time()
+                if last or left <= 0:
                     raise
+                wait = max(pause * self._rng.uniform(0.5, 1.0), busy.retry_after_s)
+            last = wait >= left
             running.sent_at = None
-            await asyncio.sleep(wait)
+            await asyncio.sleep(min(wait, left))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _stream(self, running: Running, body: bytes) -> None:
@@ -221,8 +222,12 @@ class InFlight:
             return
         logger.warning("request %s is given back by %s: %s", request_id, self._engine.url, why)
         _remember(self._failures, request_id, failures)
+        self._give_back(running, why)
+
+    def _give_back(self, running: Running, why: str | None) -> None:
+        """why: what failed it; None: the engine is too busy."""
         self._forget(running)
-        self._on_given_back()
+        self._outbox.put(_last_delta(running, "abort", why))
 
     def _forget(self, running: Running) -> None:
         request_id = running.submit.request.request_id
@@ -233,12 +238,16 @@ class InFlight:
 
 
 def _failure(running: Running, error: str, *, invalid: bool = False) -> Delta:
+    return _last_delta(running, "error", error, invalid=invalid)
+
+
+def _last_delta(running: Running, reason: FinishReason, error: str | None, *, invalid: bool = False) -> Delta:
     submit = running.submit
     return Delta(
         request_id=submit.request.request_id,
         attempt=submit.attempt,
         index=running.reader.next_index,
-        finish_reason="error",
+        finish_reason=reason,
         error=error,
         invalid=invalid,
     )
