@@ -25,7 +25,7 @@ from kllm.cluster.capacity_watch import CapacityWatch
 from kllm.cluster.instance_handle import InstanceFailed
 from kllm.cluster.instances import Instances
 from kllm.cluster.launchers.launcher import InstanceLauncher
-from kllm.cluster.placement import Place, Placement
+from kllm.cluster.placement import Place, Placement, fittest
 from kllm.cluster.pool_routing import GlobalPools, PoolPolicy, PoolSettings
 from kllm.cluster.prefix_index import Hashes
 from kllm.cluster.request_stream import End, Gap, HeldKv, RequestStream
@@ -270,11 +270,7 @@ class Gateway:
         for request_id, stream in list(self._waiting.items()):
             if stream.kv is not None and stream.kv.slot.incarnation != stream.kv.incarnation:
                 stream.kv = None  # it is gone with its holder: prefilled again
-            slots = ready if stream.trusted else others
-            if sick:
-                slots = [slot for slot in slots if slot.breaker.allows(now)] or slots
-            if stream.given_back_by is not None:
-                slots = [slot for slot in slots if slot is not stream.given_back_by] or slots
+            slots = fittest(stream, ready if stream.trusted else others, sick, now)
             if slots:
                 del self._waiting[request_id]
                 leader = self._assigned.get(stream.request.leader or "")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kllm.cluster.cache_directory import CacheDirectory
 from kllm.cluster.pool_routing import Choice, PoolPolicy
-from kllm.cluster.request_stream import RequestStream
+from kllm.cluster.request_stream import HeldKv, RequestStream
 from kllm.cluster.routing import Candidate, Router, Scores
 from kllm.cluster.routing_log import Decision, weighed
 from kllm.cluster.slot import Slot
@@ -53,6 +53,20 @@ class Place:
         )
 
 
+def fittest(stream: RequestStream, slots: Sequence[Slot], sick: bool, now: float) -> Sequence[Slot]:
+    """Those of `slots` that are likely to bring the request to its end. One after the other are left out, as long as
+    others are there: those that cannot resume it, those that fail requests, and the one that gave it back.
+
+    sick: there may be some that fail requests. now: the loop's time."""
+    if stream.needs_resuming:
+        slots = [slot for slot in slots if slot.resumes] or slots
+    if sick:
+        slots = [slot for slot in slots if slot.breaker.allows(now)] or slots
+    if stream.given_back_by is not None:
+        slots = [slot for slot in slots if slot is not stream.given_back_by] or slots
+    return slots
+
+
 class Placement:
     """router: where instances are alike. pools: where they have roles. directory: what they have cached, if known."""
 
@@ -91,7 +105,7 @@ class Placement:
         decode = [slot for slot in slots if slot.role != "prefill"]
         request, outputs = stream.request, len(stream.outputs)
         if stream.kv is not None:
-            taking = _candidates(decode or slots, matched)
+            taking = _candidates(_taking(stream.kv, slots) or decode or slots, matched)
             choice = self._pools.handed_over(request, outputs, stream.kv.slot.index, taking)
             return self._chosen(choice, slots, matched, taking)
         giving = _candidates(prefill or slots, matched)
@@ -114,6 +128,12 @@ class Placement:
 def _takes(slot: Slot, source: Slot) -> bool:
     """Whether `slot` may go on with what `source` has prefilled."""
     return slot is not source and slot.role != "prefill" and slot.transfers and source.transfers
+
+
+def _taking(kv: HeldKv, slots: Sequence[Slot]) -> list[Slot]:
+    """Those that need not compute again what `kv` holds: of the Decode Pool if there are any, else of the other."""
+    able = [slot for slot in slots if slot.transfers] if kv.source is not None else []
+    return [slot for slot in able if slot.role != "prefill"] or able
 
 
 def _candidates(slots: Sequence[Slot], matched: Callable[[int], Matched]) -> list[Candidate]:

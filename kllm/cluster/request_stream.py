@@ -105,6 +105,11 @@ class RequestStream:
         return msgspec.structs.replace(self.request, params=params)
 
     @property
+    def needs_resuming(self) -> bool:
+        """Only an instance that resumes can go on with it: the grammar's state is in its outputs."""
+        return bool(self.outputs) and self.request.params.structured_outputs is not None
+
+    @property
     def proven(self) -> bool:
         """The current attempt has yielded enough tokens."""
         return len(self.outputs) - self._attempt_start >= PROOF_TOKENS

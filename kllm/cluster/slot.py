@@ -125,6 +125,11 @@ class Slot:
         return self.hello is not None and self.hello.transfers
 
     @property
+    def resumes(self) -> bool:
+        """Its instance can continue after given outputs token for token."""
+        return self.hello is not None and self.hello.resumes
+
+    @property
     def incarnation(self) -> str:
         """Of the instance that is there; "" if none is."""
         return "" if self.hello is None else self.hello.incarnation

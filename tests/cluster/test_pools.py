@@ -17,6 +17,7 @@ from support.virtual_time import run
 from kllm.cluster.gateway import Gateway
 from kllm.cluster.pool_routing import GlobalPools, PoolSettings
 from kllm.messages import Release, Role, Submit
+from kllm.request import StructuredOutputs
 
 
 def launchers(*roles: Role, transfers: bool = True, **options: object) -> list[TaskLauncher]:
@@ -99,6 +100,55 @@ def test_not_separated_where_kv_cannot_move() -> None:
             await asyncio.sleep(2)
             await serve(gateway, 10)
             assert not any(submit.prefill_only for launcher in pools for submit in submits(launcher))
+
+    run(main())
+
+
+def beside_pools(*roles: Role) -> list[TaskLauncher]:
+    """Pools, and behind them one that can neither take KV nor resume, as an external engine."""
+    made = launchers(*roles, "both")
+    made[-1].hello = msgspec.structs.replace(made[-1].hello, transfers=False, resumes=False)
+    return made
+
+
+@pytest.mark.parametrize("structured", [None, StructuredOutputs(json_object=True)])
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("prefill",)])
+def test_what_is_prefilled_goes_on_where_its_kv_can_be_taken(
+    roles: tuple[Role, ...], structured: StructuredOutputs | None
+) -> None:
+    """Elsewhere the prompt would be computed again, and a structured output could not go on at all."""
+
+    async def main() -> None:
+        pools = beside_pools("prefill", "decode")
+        async with started(*pools, pools=always_apart()) as gateway:
+            await asyncio.sleep(2)
+            gateway.slots[2].resting = True  # all are prefilled in the pool
+            serving = asyncio.create_task(serve(gateway, 20, structured_outputs=structured))
+            await asyncio.sleep(0.004)
+            gateway.slots[2].resting = False
+            if len(roles) == 1:
+                pools[1].start_s = 60.0
+                pools[1].instances[-1].kill()
+            await serving
+            begun = [submit for launcher in pools[:2] for submit in submits(launcher) if submit.kv is not None]
+            assert begun
+            assert not any(submit.outputs for submit in submits(pools[2]))
+
+    run(main())
+
+
+def test_a_structured_output_that_has_begun_goes_to_one_that_resumes() -> None:
+    async def main() -> None:
+        three = beside_pools("both", "both")
+        async with started(*three) as gateway:
+            await asyncio.sleep(2)
+            serving = asyncio.create_task(serve(gateway, 30, structured_outputs=StructuredOutputs(json_object=True)))
+            await asyncio.sleep(0.05)
+            three[0].start_s = 60.0
+            three[0].instances[-1].kill()
+            await serving
+            assert submits(three[2])
+            assert not any(submit.outputs for submit in submits(three[2]))
 
     run(main())
 

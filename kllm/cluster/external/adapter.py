@@ -136,6 +136,7 @@ class Adapter:
             max_num_seqs=self._config.max_requests,
             operators=f"{facts.title} over HTTP",
             fingerprint=FINGERPRINT,
+            resumes=False,
         )
 
     # -- life ------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ def test_a_stream() -> None:
             assert (hello.model, hello.max_model_len, hello.vocab_size) == (MODEL, 2000, 1000)
             assert (hello.block_tokens, hello.num_blocks) == (4, 500)
             assert hello.operators == "vLLM 9.9 over HTTP"
+            assert not hello.resumes
             deltas = [delta async for delta in gateway.generate(request())]
             assert [token for delta in deltas for token in delta.token_ids] == WHOLE
             assert deltas[0].timings is not None
