@@ -248,7 +248,7 @@ class Adapter:
                 self._outbox.put(hello)
             self._reports += 1
             self._report_now.clear()
-            load = engine_load(in_flight, watch.metrics, facts.baseline, asyncio.get_running_loop().time())
+            load = engine_load(in_flight, watch, facts.baseline, asyncio.get_running_loop().time())
             self._outbox.put(
                 msgspec.structs.replace(
                     load,

@@ -14,11 +14,15 @@ MOST_SILENCES = 3  # in a row: an engine that is busy may not answer in time
 
 class EngineWatch:
     """metrics: the latest; None where there are none. dead: set for good, with the reason, once the engine is gone:
-    nobody listens, it says that it is not well, or it did not answer several times in a row."""
+    nobody listens, it says that it is not well, or it did not answer several times in a row.
+
+    signs: times that an engine which does not count its steps said that it is well. They stand for steps: between the
+    chunks of a long prompt nothing else can be seen of it, and how long it may be silent is read_timeout's business."""
 
     def __init__(self, engine: HttpEngine, metrics: EngineMetrics | None) -> None:
         self.metrics = metrics
         self.dead: str | None = None
+        self.signs = 0
         self._engine = engine
         self._has_metrics = metrics is not None
         self._silences = 0
@@ -53,6 +57,7 @@ class EngineWatch:
         try:
             await self._engine.check_health()
             self._silences = 0
+            self.signs += self.metrics is None or not self.metrics.steps
         except EngineUnavailable as error:
             self._silences += 1
             if error.certain or self._silences >= MOST_SILENCES:
