@@ -43,7 +43,10 @@ async def _ask(slot: Slot, store: bool, timeout: float) -> CacheCleared | None:
 
 
 def _without_memory(slot: Slot, store: bool, store_cleared: bool) -> ClearedInstance:
-    """An instance that is starting, or died meanwhile, has nothing in its memory. The store outlives it."""
+    """An instance that is starting, or died meanwhile, has nothing in its memory; one that was started elsewhere may be
+    there with all of it, and only not be reached. The store outlives both."""
+    if slot.address is not None and not slot.left:
+        return ClearedInstance(slot.index, False, "it cannot be reached")
     if not store:
         return ClearedInstance(slot.index, True)
     if not store_cleared:

@@ -348,7 +348,7 @@ class InstanceHandle:
         self._send(Drain())
 
     async def clear_cache(self, store: bool, timeout: float) -> CacheCleared | None:
-        """The instance's answer; None if it ended instead, and its memory with it. Raises TimeoutError."""
+        """The instance's answer; None if it, or only the connection to it, ended instead. Raises TimeoutError."""
         token = str(next(self._tokens))
         answer = self._clearings[token] = self._loop.create_future()
         try:

@@ -285,7 +285,8 @@ class Slot:
         return await handle.until(lambda: handle.term >= term, ROLE_ANSWER_S) and handle.role == role
 
     async def clear_cache(self, store: bool, timeout: float) -> CacheCleared | None:
-        """The instance's answer; None if there is none, or it ended meanwhile. Raises TimeoutError."""
+        """The instance's answer; None if none is there, or it ended or could not be reached any more meanwhile. Raises
+        TimeoutError."""
         return None if self._handle is None else await self._handle.clear_cache(store, timeout)
 
     # --- life ---

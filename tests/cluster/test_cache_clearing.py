@@ -12,6 +12,7 @@ from support.virtual_time import run
 
 from kllm.cluster.cache_clearing import ClearedInstance
 from kllm.cluster.gateway import Gateway
+from kllm.cluster.launchers.launcher import VisitingLauncher
 from kllm.messages import CacheCleared, ClearCache, EngineLoad, Message
 from kllm.telemetry.tier_counts import TierCounts
 
@@ -149,6 +150,33 @@ def test_a_store_that_nobody_could_clear_is_not_cleared() -> None:
             await asyncio.sleep(10)
             nobody = ClearedInstance(1, False, "no instance was ready that could clear the store")
             assert await gateway.clear_cache(True) == [failed[0], nobody]
+
+    run(main())
+
+
+class VisitedTasks(TaskLauncher, VisitingLauncher):
+    """They count as started elsewhere."""
+
+    address = "tcp://10.0.0.5:7001"
+
+
+def test_one_that_was_started_elsewhere_may_still_have_what_it_had() -> None:
+    async def main() -> None:
+        launchers = [TaskLauncher(), VisitedTasks()]
+        async with started(*launchers) as gateway:
+            await ready(gateway)
+            assert await gateway.clear_cache() == DONE
+            unreached = [DONE[0], ClearedInstance(1, False, "it cannot be reached")]
+            launchers[1].faults.hung = True
+            launchers[1].failures = ["launch"] * 1000
+            asked = asyncio.ensure_future(gateway.clear_cache())
+            await asyncio.sleep(3.0)
+            launchers[1].instances[0].kill()
+            assert await asked == unreached
+            assert gateway.slots[1].state == "absent"
+            assert await gateway.clear_cache() == await gateway.clear_cache(True) == unreached
+            await gateway.remove_instance(1)
+            assert await gateway.clear_cache() == DONE, "it is not ours any more"
 
     run(main())
 
