@@ -126,8 +126,9 @@ def main() -> None:
     else:
         parts = measure(arguments, {arguments.instances: {arguments.trace: arguments.requests}}, console)
         kept |= parts
-        [shown] = [part["by_load"] for part in parts.values()]
-        report.show(next(iter(parts)), shown, console)
+        [(title, part)] = parts.items()
+        report.show(title, part["by_load"], console)
+        shown = report.by_policy(part["by_load"])
     kept_in.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     report.write_page(kept, arguments.results / "routing.html")
     if arguments.json:

@@ -47,6 +47,16 @@ def against_best(by_router: dict[str, Any]) -> dict[str, float] | None:
     }
 
 
+def by_policy(by_load: dict[str, Any]) -> dict[str, Any]:
+    """Figures of each policy: at the load nearest to 0.9, and, where there are several, at each in `by_load`."""
+    load = min(by_load, key=lambda load: abs(float(load) - 0.9))
+    found = {policy: {"load": float(load), **one} for policy, one in by_load[load].items()}
+    if len(by_load) > 1:
+        for policy, one in found.items():
+            one["by_load"] = {load: policies[policy] for load, policies in by_load.items() if policy in policies}
+    return found
+
+
 def show(title: str, by_load: dict[str, Any], console: Console) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("load", "router", "hit rate", "TTFT mean, s", "p95", "goodput, 1/s", "in SLO", "seeds"):
