@@ -285,8 +285,7 @@ class Gateway:
         self._assigned[request_id] = slot
         self.routing.add(place.decision(now, stream))
         tokens = len(stream.request.prompt_token_ids) + len(stream.outputs)
-        source = None if stream.kv is None else stream.kv.source
-        held = 0 if source is None or self.info is None else len(source.slots) * self.info.block_tokens
+        held = 0 if stream.kv is None else stream.kv.tokens
         lacking, pulling = max(1, tokens - max(place.matched[-1], held)), max(0, held - place.matched[1])
         slot.submit(stream, lacking, pulling, place.prefill_only)
         slot.breaker.submitted(now)

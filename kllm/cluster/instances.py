@@ -74,13 +74,15 @@ class Instances:
         return [slot.hello for slot in self.slots if slot.hello is not None]
 
     def common(self) -> Hello:
-        """What every one of them can take, of which there is at least one."""
+        """What every one of them can take, of which there is at least one. num_blocks: of the first one's size, as many
+        as hold no more tokens than the KV cache of any."""
         hellos = self.hellos
+        tokens = min(hello.num_blocks * hello.block_tokens for hello in hellos)
         return msgspec.structs.replace(
             hellos[0],
             max_model_len=min(hello.max_model_len for hello in hellos),
             vocab_size=min(hello.vocab_size for hello in hellos),
-            num_blocks=min(hello.num_blocks for hello in hellos),
+            num_blocks=tokens // max(1, hellos[0].block_tokens),
         )
 
     def willing(self) -> list[Slot]:

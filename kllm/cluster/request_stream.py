@@ -39,6 +39,12 @@ class HeldKv(NamedTuple):
     slot: Slot
     incarnation: str
 
+    @property
+    def tokens(self) -> int:
+        """That it is of, while that instance is there: its blocks are of its own size."""
+        hello = self.slot.hello
+        return 0 if self.source is None or hello is None else len(self.source.slots) * hello.block_tokens
+
 
 class RequestStream:
     """An AsyncIterator[Delta]; read it to its end or `aclose()` it. Cancelling a read closes it too. Reading raises

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 from support.gateways import any_running, assert_complete, make_gateway, read, started
 from support.scripted_instance import HELLO, LATE_POISON, POISON, TaskLauncher, make_request
@@ -16,6 +17,7 @@ from kllm.cluster.request_stream import End
 from kllm.cluster.routing import RoundRobin
 from kllm.cluster.slot import add_counters
 from kllm.messages import EngineLoad
+from kllm.request import InvalidRequest
 
 
 def make_launchers(count: int) -> list[TaskLauncher]:
@@ -104,6 +106,27 @@ def test_admission_is_for_the_smallest_instance() -> None:
             await asyncio.sleep(1)
             assert gateway.info is not None
             assert (gateway.info.num_blocks, gateway.info.max_model_len) == (5, 50)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(40, 16), (20, 32)], [(20, 32), (40, 16)], [(30, 32), (41, 16)], [(41, 16), (30, 32)]]
+)
+def test_the_smallest_is_the_one_that_holds_the_fewest_tokens(sizes: list[tuple[int, int]]) -> None:
+    """Whatever the sizes of its blocks."""
+
+    async def main() -> None:
+        hellos = [
+            msgspec.structs.replace(HELLO, max_model_len=10_000, num_blocks=blocks, block_tokens=tokens)
+            for blocks, tokens in sizes
+        ]
+        async with started(*(TaskLauncher(hello=hello) for hello in hellos)) as gateway:
+            await asyncio.sleep(1)
+            stream = gateway.generate(make_request("fits", max_tokens=638, ignore_eos=True))
+            with pytest.raises(InvalidRequest, match="KV blocks"):
+                gateway.generate(make_request("too long", max_tokens=656))
+            assert_complete(stream, await read(stream))
 
     run(main())
 

@@ -137,6 +137,23 @@ def test_what_is_prefilled_goes_on_where_its_kv_can_be_taken(
     run(main())
 
 
+def test_what_is_handed_over_is_counted_in_blocks_of_the_holder() -> None:
+    async def main() -> None:
+        pools = launchers("decode", "prefill")
+        pools[1].hello = msgspec.structs.replace(pools[1].hello, block_tokens=4, num_blocks=40)
+        async with started(*pools, pools=always_apart()) as gateway:
+            await asyncio.sleep(2)
+            pools[0].faults.stuck = True
+            stream = gateway.generate(make_request(prompt=[1] * 40, max_tokens=40, ignore_eos=True))
+            await asyncio.sleep(0.1)
+            candidate = gateway.slots[0].candidate()
+            assert (candidate.prefilling, candidate.pulling) == (41 - 4, 4)
+            pools[0].faults.stuck = False
+            assert_complete(stream, await read(stream))
+
+    run(main())
+
+
 def test_a_structured_output_that_has_begun_goes_to_one_that_resumes() -> None:
     async def main() -> None:
         three = beside_pools("both", "both")
