@@ -87,7 +87,7 @@ class Gateway:
     ) -> None:
         if not launchers:
             raise ValueError("a gateway needs at least one launcher")
-        self.info: Hello | None = None  # what every instance can take; of the latest ones that were ready
+        self.info: Hello | None = None  # what every instance can take that is there, or was there last
         self.accepted = 0
         self.ended = dict.fromkeys(End, 0)
         self._rng = rng
@@ -493,7 +493,9 @@ class Gateway:
         self.slo.left(slot.index)
         if self._directory is not None:
             self._directory.left(slot.index)
-        if not any(other.hello for other in self._slots):
+        if self._instances.hellos:
+            self.info = self._instances.common()
+        else:
             self._down_since = asyncio.get_running_loop().time()
         waiting, self._waiting = self._waiting, {}  # the older requests go first
         for stream in lost:

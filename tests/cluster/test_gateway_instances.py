@@ -110,6 +110,36 @@ def test_admission_is_for_the_smallest_instance() -> None:
     run(main())
 
 
+def test_limits_are_those_of_the_instances_that_are_there() -> None:
+    async def main() -> None:
+        small = msgspec.structs.replace(HELLO, num_blocks=5, max_model_len=50, model="small")
+        launchers = [TaskLauncher(hello=small), TaskLauncher()]
+        async with started(*launchers) as gateway:
+            await asyncio.sleep(1)
+
+            def limits() -> tuple[str, int, int]:
+                assert gateway.info is not None
+                return gateway.info.model, gateway.info.num_blocks, gateway.info.max_model_len
+
+            assert limits() == ("small", 5, 50)
+            launchers[0].start_s = 10.0
+            launchers[0].instances[-1].kill()
+            await asyncio.sleep(5)
+            assert limits() == ("", 10, 200)
+            await asyncio.sleep(10)
+            assert limits() == ("small", 5, 50), "it is back"
+            await gateway.remove_instance(0)
+            assert limits() == ("", 10, 200)
+            launchers[1].start_s = 10.0
+            launchers[1].instances[-1].kill()
+            await asyncio.sleep(5)
+            assert limits() == ("", 10, 200), "of the last one, while nobody is there"
+            stream = gateway.generate(make_request(max_tokens=60, ignore_eos=True))
+            assert_complete(stream, await read(stream))
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     "sizes", [[(40, 16), (20, 32)], [(20, 32), (40, 16)], [(30, 32), (41, 16)], [(41, 16), (30, 32)]]
 )
