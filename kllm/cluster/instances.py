@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from kllm.cluster.external.block_names import FINGERPRINT
 from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.prefix_index import MOST_INSTANCES
 from kllm.cluster.slot import Slot, add_counters
@@ -74,15 +75,18 @@ class Instances:
         return [slot.hello for slot in self.slots if slot.hello is not None]
 
     def common(self) -> Hello:
-        """What every one of them can take, of which there is at least one. num_blocks: of the first one's size, as many
-        as hold no more tokens than the KV cache of any."""
+        """What every one of them can take, of which there is at least one. What cannot be common is the first one's, if
+        it can be of one that reports its cache itself: so blocks keep their names while external engines come and go.
+
+        num_blocks: of that one's size, as many as hold no more tokens than the KV cache of any."""
         hellos = self.hellos
+        first = next((hello for hello in hellos if hello.fingerprint not in ("", FINGERPRINT)), hellos[0])
         tokens = min(hello.num_blocks * hello.block_tokens for hello in hellos)
         return msgspec.structs.replace(
-            hellos[0],
+            first,
             max_model_len=min(hello.max_model_len for hello in hellos),
             vocab_size=min(hello.vocab_size for hello in hellos),
-            num_blocks=tokens // max(1, hellos[0].block_tokens),
+            num_blocks=tokens // max(1, first.block_tokens),
         )
 
     def willing(self) -> list[Slot]:

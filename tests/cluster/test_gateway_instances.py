@@ -12,6 +12,8 @@ from support.gateways import any_running, assert_complete, make_gateway, read, s
 from support.scripted_instance import HELLO, LATE_POISON, POISON, TaskLauncher, make_request
 from support.virtual_time import run
 
+from kllm.cluster.cache_routing import CacheAware
+from kllm.cluster.external.block_names import FINGERPRINT
 from kllm.cluster.gateway import Gateway, InstanceFailed, RequestStream, Unavailable
 from kllm.cluster.request_stream import End
 from kllm.cluster.routing import RoundRobin
@@ -106,6 +108,24 @@ def test_admission_is_for_the_smallest_instance() -> None:
             await asyncio.sleep(1)
             assert gateway.info is not None
             assert (gateway.info.num_blocks, gateway.info.max_model_len) == (5, 50)
+
+    run(main())
+
+
+def test_blocks_keep_their_names_while_external_engines_come_and_go() -> None:
+    async def main() -> None:
+        foreign = msgspec.structs.replace(HELLO, fingerprint=FINGERPRINT)
+        ours = msgspec.structs.replace(HELLO, fingerprint="ours", block_tokens=8, num_blocks=20)
+        launchers = [TaskLauncher(hello=hello) for hello in (foreign, ours, foreign)]
+        async with started(*launchers, router=CacheAware(random.Random(1))) as gateway:
+            await asyncio.sleep(1)
+            assert gateway.block_naming == ("ours", 8)
+            for launcher in (launchers[0], launchers[2]):
+                launcher.instances[-1].kill()
+                await asyncio.sleep(5)
+                assert gateway.block_naming == ("ours", 8)
+            await gateway.remove_instance(1)
+            assert gateway.block_naming == (FINGERPRINT, 16)
 
     run(main())
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from kllm.cluster.external.block_names import FINGERPRINT
 from kllm.cluster.external.cache_watch import CacheWatch
 from kllm.cluster.external.config import ExternalEngine
 from kllm.cluster.external.engine_facts import EngineFacts, find_out
@@ -53,7 +54,6 @@ from kllm.transport.link import Backpressure, Link, LinkClosed
 
 logger = logging.getLogger(__name__)
 
-FINGERPRINT = "external"  # of all external engines: a gateway serves one model, and names only guide its router
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 2.0  # between attempts to reach an engine that does not answer
 REPORT_INTERVAL_S = 1.0
 

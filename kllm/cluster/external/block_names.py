@@ -18,6 +18,7 @@ import numpy as np
 from kllm.cache.block_hash import chain, root_hash
 from kllm.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Medium
 
+FINGERPRINT = "external"  # of all external engines: a gateway serves one model, and names only guide its router
 MOST_BLOCKS = 1 << 20
 MEDIUMS = (Medium.DEVICE, Medium.HOST)  # what others store for all is not this engine's to report
 
