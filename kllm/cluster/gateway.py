@@ -157,7 +157,7 @@ class Gateway:
 
     @property
     def restarts(self) -> int:
-        return sum(slot.restarts for slot in self._slots)
+        return self._instances.restarts
 
     @property
     def loads(self) -> list[EngineLoad]:
@@ -177,7 +177,7 @@ class Gateway:
     @property
     def trips(self) -> int:
         """Times that an instance was avoided since requests failed there."""
-        return sum(slot.breaker.trips for slot in self._slots)
+        return self._instances.trips
 
     @property
     def grade(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -9,7 +11,7 @@ import msgspec
 from kllm.cluster.external.block_names import FINGERPRINT
 from kllm.cluster.launchers.launcher import InstanceLauncher
 from kllm.cluster.prefix_index import MOST_INSTANCES
-from kllm.cluster.slot import Slot, add_counters
+from kllm.cluster.slot import Slot, add_counters, add_up
 from kllm.messages import EngineLoad, Hello
 
 UNKNOWN_VOCABULARY = 2**31 - 1  # of an external engine that does not tell
@@ -25,7 +27,10 @@ class Instances:
     ) -> None:
         self._new_slot = new_slot
         self.slots = [new_slot(index, launcher) for index, launcher in enumerate(launchers)]
-        self._retired = EngineLoad()  # counters of slots that were taken out and filled again
+        # Of slots that were taken out and filled again:
+        self._past = EngineLoad()
+        self._last: deque[tuple[str, EngineLoad]] = deque()  # what was there last may be met again, elsewhere
+        self._restarts = self._trips = 0
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
@@ -42,11 +47,20 @@ class Instances:
             raise ValueError(f"a gateway has room for {MOST_INSTANCES} instances")
         slot = self._new_slot(index, launcher)
         if index < len(self.slots):
-            self._retired = add_counters(self._retired, self.slots[index].totals)
+            self._retire(self.slots[index])
             self.slots[index] = slot
         else:
             self.slots.append(slot)
         return slot
+
+    def _retire(self, slot: Slot) -> None:
+        """Its counters are all that is left of it."""
+        self._past = add_counters(self._past, slot.past)
+        self._last.append(slot.last)
+        if len(self._last) > MOST_INSTANCES:
+            self._past = add_counters(self._past, self._last.popleft()[1])
+        self._restarts += slot.restarts
+        self._trips += slot.breaker.trips
 
     def find(self, index: int) -> Slot:
         """Raises KeyError for one that is not there, or is being taken out."""
@@ -133,7 +147,16 @@ class Instances:
     @property
     def totals(self) -> EngineLoad:
         """The counters of EngineLoad, over all slots and incarnations."""
-        total = self._retired
-        for slot in self.slots:
-            total = add_counters(total, slot.totals)
-        return total
+        past = functools.reduce(add_counters, (slot.past for slot in self.slots), self._past)
+        ended = [*self._last, *(slot.last for slot in self.slots)]
+        return add_counters(past, add_up([*ended, *((slot.incarnation, slot.load) for slot in self.slots)]))
+
+    @property
+    def restarts(self) -> int:
+        """Times that instances were started again."""
+        return self._restarts + sum(slot.restarts for slot in self.slots)
+
+    @property
+    def trips(self) -> int:
+        """Times that an instance was avoided since requests failed there."""
+        return self._trips + sum(slot.breaker.trips for slot in self.slots)

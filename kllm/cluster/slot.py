@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -74,7 +74,8 @@ class Slot:
     resting: it gets nothing new while there are others. left: it is being taken out, for good; vacant: it has been.
     breaker: whether its instance answers requests or fails them.
     address: where its instances are; None where they are started here. trouble: why there is none now.
-    error: why the first start failed, or why the slot gave up. totals are over all incarnations.
+    error: why the first start failed, or why the slot gave up. last: the last incarnation that has ended, and its
+    latest report; one that was started elsewhere may be met again. past: counters of those before it.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Slot:
         self._wanted_role: tuple[Role, int] | None = None
         self._started = False
         self._barren_deaths = 0  # in a row
-        self._past = EngineLoad()  # counters of past incarnations
-        self._before = ("", self._past)  # the last one, and what _past was before it
+        self.past = EngineLoad()
+        self.last = ("", EngineLoad())
 
     # --- what can be seen ---
 
@@ -176,7 +177,7 @@ class Slot:
     @property
     def totals(self) -> EngineLoad:
         """The counters of EngineLoad, over all incarnations."""
-        return add_counters(self._past, self.load)
+        return add_counters(self.past, add_up([self.last, (self.incarnation, self.load)]))
 
     def candidate(self, matched: tuple[int, int, int] = (0, 0, 0)) -> Candidate:
         """What a router may know of it, while it is ready. matched: Candidate's l1, l2 and l3."""
@@ -366,8 +367,6 @@ class Slot:
             return str(error)
         self._started, self.fruitful, self.trouble = True, False, None
         self._handle = handle
-        if self.incarnation and self.incarnation == self._before[0]:
-            self._past = self._before[1]  # the same one, found again: its counters go on
         self.breaker.reset()
         if self._grade:
             handle.set_grade(self._grade)
@@ -414,7 +413,11 @@ class Slot:
 
     def _end_incarnation(self) -> InstanceHandle:
         assert self._handle is not None
-        self._before, self._past = (self.incarnation, self._past), self.totals
+        if self.incarnation and self.incarnation == self.last[0]:
+            latest = max((self.last[1], self.load), key=lambda load: load.sequence)
+        else:
+            self.past, latest = add_counters(self.past, self.last[1]), self.load
+        self.last = (self.incarnation, latest)
         handle, self._handle = self._handle, None
         return handle
 
@@ -439,6 +442,18 @@ class Slot:
         self._events.over(self, list(handle.assigned.values()), reason)
         self._events.gave_up(self, reason)
         await handle.stop(self._limits.stop_grace)
+
+
+def add_up(reports: Iterable[tuple[str, EngineLoad]]) -> EngineLoad:
+    """The counters of all, by (incarnation, report): of several reports of one incarnation the latest counts, and of
+    equal ones the last. Those of "" are each of another."""
+    total, latest = EngineLoad(), dict[str, EngineLoad]()
+    for incarnation, load in reports:
+        if not incarnation:
+            total = add_counters(total, load)
+        elif incarnation not in latest or load.sequence >= latest[incarnation].sequence:
+            latest[incarnation] = load
+    return functools.reduce(add_counters, latest.values(), total)
 
 
 def add_counters(a: EngineLoad, b: EngineLoad) -> EngineLoad:
