@@ -9,14 +9,28 @@ that would change it and are not supported are errors when they ask for anything
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from kllm.request import MAX_LOGIT_BIAS
 
 ID_PATTERN = r"^[A-Za-z0-9._:@/+=-]{1,128}$"
 MAX_PROMPTS = 1024
 
+
+def _few(bias: object) -> object:
+    """Counted before the items are looked at: each that is wrong would be an error."""
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"it may name at most {MAX_LOGIT_BIAS} tokens")
+    return bias
+
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+T = TypeVar("T")
+# The first item that is wrong is told, and the only one looked for: a list of a million makes no million errors.
+Items = Annotated[list[T], Field(fail_fast=True)]
+LogitBias = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), BeforeValidator(_few)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -47,7 +61,7 @@ class StructuredOutputsBody(Body):
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or one as text.")
     regex: str | None = Field(None, max_length=65536)
     grammar: str | None = Field(None, description="A Lark grammar.")
-    choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+    choice: Items[str] | None = Field(None, min_length=1, max_length=1024)
     json_object: bool | None = None
 
 
@@ -66,14 +80,14 @@ class SamplingFields(Body):
     seed: Int64 | None = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Bias per token id, -100 to 100.")
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: LogitBias | None = Field(None, description="Bias per token id, -100 to 100.")
+    allowed_token_ids: Items[TokenId] | None = None
+    bad_words: Items[str] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="Not together with stream.")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
@@ -119,12 +133,15 @@ class ToolCall(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = Field(None, description="Ignored, as the next two: replies of the API have them.")
+    audio: None = None
+    function_call: None = None
 
 
 class FunctionDefinition(Body):
@@ -142,8 +159,8 @@ class Tool(Body):
 class ChatTemplateFields(Body):
     """What the chat template is rendered with."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Tool] | None = Field(None, description="Given to the chat template.")
+    messages: Items[ChatMessage] = Field(min_length=1)
+    tools: Items[Tool] | None = Field(None, description="Given to the chat template.")
     reasoning_effort: str | None = Field(None, description="Given to the chat template, if it knows the variable.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
     add_generation_prompt: bool | None = None
@@ -156,11 +173,11 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields, Ignored):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Only together with logprobs.")
     tool_choice: Literal["none", "auto"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
 
 
 class CompletionRequest(SamplingFields, Ignored):
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
+    prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]] = Field(
         description="Text or token ids, or a list of either: each gives n choices."
     )
     echo: bool | None = Field(None, description="Return the prompt before the output.")
@@ -174,8 +191,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[ChatMessage] | None = Field(None, min_length=1)
+    tools: Items[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
@@ -184,7 +201,7 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 class RoleRequest(Body):

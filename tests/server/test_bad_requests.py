@@ -8,7 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from support.api_server import ApiServer
+
+from kllm.server.protocol import ChatCompletionRequest, CompletionRequest
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -165,6 +168,8 @@ CASES = [
     text("bias key", "is not a token id", "logit_bias", logit_bias={"hello": 1}),
     text("bias beyond the vocabulary", "outside the vocabulary", "logit_bias", logit_bias={"300": 1}),
     text("bias too strong", "between -100 and 100", "logit_bias", logit_bias={"3": 101}),
+    text("many biases", "at most 1024 tokens", "logit_bias", logit_bias=dict.fromkeys(map(str, range(9999)), 1)),
+    chat("many unknown fields", "at most 10000 members", **dict.fromkeys(map(str, range(10**4)), 0)),
     text("bias is a list", "valid dictionary", "logit_bias", logit_bias=[1]),
     text("nothing allowed", "must not be empty", "allowed_token_ids", allowed_token_ids=[]),
     text("an empty bad word", "1 to 1024 characters", "bad_words", bad_words=[""]),
@@ -250,3 +255,28 @@ def test_repeated_keys_the_last_counts(small: httpx.Client) -> None:
 
 def test_nothing_is_left_running(small: httpx.Client) -> None:
     assert small.get("/load").json()["server_load"] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": [1.5] * 10**5},
+        {"prompt": [[1.5] * 10] * 10**4},
+        {"prompt": "a", "stop": [1] * 10**5},
+        {"prompt": "a", "allowed_token_ids": ["x"] * 10**5},
+        {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(9999)), "x")},
+        {"prompt": "a", "structured_outputs": {"choice": [1] * 1000}},
+    ],
+    ids=lambda wrong: next(reversed(wrong)),
+)
+def test_many_faults_are_not_all_described(wrong: dict[str, Any]) -> None:
+    """Each description takes microseconds and a kilobyte: a small body must not cost seconds and gigabytes."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate(wrong)
+    assert caught.value.error_count() <= 4
+
+
+def test_of_many_messages_the_first_wrong_one_is_told() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate({"messages": [*HI, *[1] * 10**5]})
+    assert [error["loc"] for error in caught.value.errors()] == [("messages", 1)]
