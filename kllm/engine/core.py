@@ -260,7 +260,8 @@ class EngineCore:
             if self.scheduler.attempt(delta.request_id) is None:
                 self._forget(delta.request_id)  # it goes on elsewhere
             return delta
-        failed = self.fail(delta.request_id, matcher.error or "a sampled token does not match the grammar")
+        error = matcher.error or "a sampled token does not match the grammar"
+        failed = self.fail(delta.request_id, error, invalid=matcher.error is not None)
         return failed if failed is not None else delta
 
     def step(self) -> list[Delta]:

@@ -175,4 +175,5 @@ class ModelRunner:
             self._length[row] = position + 1
             results[row].token = sampled.token
             results[row].logprobs = sampled.logprobs
-            results[row].error = results[row].error or sampled.error
+            if results[row].error is None:
+                results[row].error, results[row].invalid = sampled.error, sampled.invalid

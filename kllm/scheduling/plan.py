@@ -86,12 +86,14 @@ class Late:
 @dataclass(slots=True)
 class RowResult:
     """What one row produced. token is None when the row did not sample.
-    prompt_logprobs: for the prompt tokens computed in this step whose successor is a prompt token."""
+    prompt_logprobs: for the prompt tokens computed in this step whose successor is a prompt token.
+    error: it must end with it. invalid: that is the request's own fault."""
 
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    invalid: bool = False
 
 
 @dataclass(slots=True)

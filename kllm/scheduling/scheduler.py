@@ -453,7 +453,7 @@ class Scheduler:
         sequence.computed += step.count
         if row.error is not None:
             self._end(sequence)
-            return sequence.delta([], finish_reason="error", error=row.error)
+            return sequence.delta([], finish_reason="error", error=row.error, invalid=row.invalid)
         self._publish(sequence)
         if row.prompt_logprobs is not None:
             sequence.prompt_logprobs += row.prompt_logprobs

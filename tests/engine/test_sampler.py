@@ -220,13 +220,16 @@ def test_nothing_allowed_ends_the_request(temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_empty_grammar_mask_is_an_error(temperature):
     sampled = run(SamplingParams(temperature=temperature), random_logits(1), masks={0: mask_of()})[0]
+    assert sampled.invalid, "a grammar is the client's: no fault of the instance"
     assert "grammar" in sampled.error
 
 
 def test_nothing_allowed_without_an_end_token_is_an_error():
     sampler = Sampler(V, 1, ())
     sampler.add(new_row(SamplingParams(temperature=0.0, allowed_token_ids=(3,))))
-    assert sampler.sample(random_logits(1), [0], [2], {0: mask_of(4)})[0].error
+    nothing = sampler.sample(random_logits(1), [0], [2], {0: mask_of(4)})[0]
+    assert nothing.error
+    assert nothing.invalid
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

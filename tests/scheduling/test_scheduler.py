@@ -115,15 +115,18 @@ def test_a_missing_token_is_a_broken_executor() -> None:
         loop.scheduler.commit(StepResult(0), 0.0)
 
 
-def test_an_error_of_one_row_ends_that_request_only() -> None:
+@pytest.mark.parametrize("invalid", [True, False])
+def test_an_error_of_one_row_ends_that_request_only(invalid: bool) -> None:
     loop = SchedulerLoop(num_blocks=20)
     for name, first in (("a", 1), ("b", 20)):
         loop.scheduler.add(Submit(request=endless(name, prompt_of(4, first))), 0.0)
     plan = loop.scheduler.plan(0.0)
     assert plan is not None
-    rows = {new.row: RowResult(error="broken") if new.request_id == "a" else RowResult(token=5) for new in plan.new}
+    broken = RowResult(error="broken", invalid=invalid)
+    rows = {new.row: broken if new.request_id == "a" else RowResult(token=5) for new in plan.new}
     deltas = {delta.request_id: delta for delta in loop.scheduler.commit(StepResult(0, rows), 0.0)}
     assert (deltas["a"].finish_reason, deltas["a"].error, deltas["a"].token_ids) == ("error", "broken", [])
+    assert deltas["a"].invalid is invalid
     assert (deltas["b"].finish_reason, deltas["b"].token_ids) == (None, [5])
     loop.scheduler.check()
 

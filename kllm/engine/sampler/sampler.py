@@ -26,11 +26,13 @@ NOTHING_ALLOWED = "the sampling parameters allow no token"
 
 @dataclass(slots=True)
 class SampledToken:
-    """What one row sampled. With `error` set the row must end with it; token is then 0 and means nothing."""
+    """What one row sampled. With `error` set the row must end with it; token is then 0 and means nothing.
+    invalid: it is the request's own fault."""
 
     token: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    invalid: bool = False
 
 
 class Sampler:
@@ -110,8 +112,8 @@ class Sampler:
         if token is not None:
             return SampledToken(token)
         if row.mask is not None and not any(row.mask):
-            return SampledToken(0, error=GRAMMAR_FAILED)
-        return SampledToken(self._eos[0]) if self._eos else SampledToken(0, error=NOTHING_ALLOWED)
+            return SampledToken(0, error=GRAMMAR_FAILED, invalid=True)
+        return SampledToken(self._eos[0]) if self._eos else SampledToken(0, error=NOTHING_ALLOWED, invalid=True)
 
     def _state(self, row: int) -> RowState:
         state = self._rows[row]
