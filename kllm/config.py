@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from kllm.events_config import KVEventsConfig
 
@@ -37,9 +37,17 @@ def parse_kv_events(value: object) -> object:
         raise ValueError(str(error).removeprefix("kv_events_config: ")) from error
 
 
+def check_key(key: str) -> str:
+    """Raises ValueError for what nobody could mean as a key, such as a variable of the shell that is not set."""
+    if not key or key != key.strip():
+        raise ValueError("a key must not be empty, nor begin or end with blanks")
+    return key
+
+
 KV_CACHE_SHARE = 0.25  # of available memory, where no size is given; all instances of a server together
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+ApiKey = Annotated[str, AfterValidator(check_key)]
 KVEvents = Annotated[
     KVEventsConfig, BeforeValidator(parse_kv_events), PlainSerializer(lambda config: config.model_dump_json(), str)
 ]
@@ -259,8 +267,8 @@ class ServerConfig(Config):
         description="Which instance gets a request: the one with the fewest, each in turn, or (cache-aware) the one "
         "that can begin to answer first, given what it has of the prompt; the others are for comparison.",
     )
-    api_key: list[str] = Field([], description="Keys that clients must send as a bearer token; may be repeated.")
-    admin_api_key: list[str] = Field(
+    api_key: list[ApiKey] = Field([], description="Keys that clients must send as a bearer token; may be repeated.")
+    admin_api_key: list[ApiKey] = Field(
         [],
         description="Keys of operators, for /debug, roles and clearing caches; may be repeated. Needed for these as "
         "soon as there are several api_keys: what one client asked is not for another.",

@@ -98,6 +98,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     detokenize: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):  # one may be given as it is, as in vLLM: a string is a sequence as well
+            if isinstance(getattr(self, name), str):
+                msgspec.structs.force_setattr(self, name, (getattr(self, name),))
+
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE

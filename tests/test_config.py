@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from kllm.config import EngineConfig
+from kllm.config import EngineConfig, ServerConfig
 from kllm.events_config import KVEventsConfig
 
 ON = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:7001"}
@@ -32,3 +32,10 @@ def test_a_wrong_events_config_is_refused(value: object) -> None:
 def test_what_is_about_cached_prefixes_needs_some(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="enable_prefix_caching"):
         EngineConfig.model_validate({"model": "m", "enable_prefix_caching": False, **fields})
+
+
+@pytest.mark.parametrize("field", ["api_key", "admin_api_key"])
+@pytest.mark.parametrize("key", ["", " ", " a", "a\n"])
+def test_a_key_that_nobody_means_is_refused(field: str, key: str) -> None:
+    with pytest.raises(ValidationError, match="a key must not be empty"):
+        ServerConfig.model_validate({field: ["right", key]})

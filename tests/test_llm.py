@@ -71,6 +71,14 @@ def test_stop_string_ends_the_text_and_the_request(llm: LLM) -> None:
     assert len(stopped.outputs[0].token_ids) < 20
 
 
+def test_one_stop_string_may_be_given_as_it_is(llm: LLM) -> None:
+    assert SamplingParams(stop="User:", bad_words="word") == SamplingParams(stop=("User:",), bad_words=("word",))
+    (free,) = llm.generate("abc", greedy(20), progress=False)
+    stop = free.outputs[0].text[8:11]
+    one, several = (llm.generate("abc", greedy(20, stop=given), progress=False)[0] for given in (stop, (stop,)))
+    assert one.outputs[0] == several.outputs[0]
+
+
 def test_logprobs(llm: LLM) -> None:
     params = greedy(5, logprobs=2, prompt_logprobs=1)
     (result,) = llm.generate(list(range(20)), params, progress=False)
