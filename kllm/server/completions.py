@@ -22,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16
 async def completion_job(service: Service, body: CompletionRequest, caller: Caller) -> Job:
     """Raises InvalidRequest or ApiError."""
     model = service.require_model(body.model)
-    service.require_ready()
+    instance = service.require_ready()
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", "prompt_logprobs")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -37,10 +37,13 @@ async def completion_job(service: Service, body: CompletionRequest, caller: Call
         logprobs=body.logprobs,
     )
     await check_structured_outputs(params, service.workers)
-    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
-        params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None:
+        most = max(body.logprobs, params.prompt_logprobs or 0)
+        params = msgspec.structs.replace(params, prompt_logprobs=most)
     prompts = await _prompts(service, body)
-    job = make_job("cmpl", caller, model, body, prompts, params)
+    # A default is no wish: near the context's end there is room for less.
+    room = instance.max_model_len if body.max_tokens is None else None
+    job = make_job("cmpl", caller, model, body, prompts, params, room)
     job.hide_output = hide_output
     return job
 
@@ -101,10 +104,7 @@ class CompletionFormat:
                 return None
             offset = self._next_offset(piece.index, piece.token_ids)
             choice = self._choice(piece.index, piece.text, self._logprobs(piece, offset), piece.token_ids)
-        choice["finish_reason"] = piece.finish_reason
-        if finished:
-            choice["stop_reason"] = piece.stop_reason
-        return choice
+        return choice | self._ending(piece) if finished else choice
 
     def choice(self, result: Result) -> dict[str, Any]:
         if self._job.hide_output:
@@ -123,12 +123,18 @@ class CompletionFormat:
             all_ids = [*self._prompt(result.index), *ids] if self._echo else ids
             logprobs = completion_logprobs(self._texts, shown, all_ids, self._top, 0)
         choice = self._choice(result.index, text, logprobs, ids)
-        choice |= {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
+        choice |= self._ending(result)
         if self._ids:
             choice["prompt_token_ids"] = self._prompt(result.index)
         if self._asked_prompt_logprobs and entries_of_prompt is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._texts, entries_of_prompt)
         return choice
+
+    def _ending(self, end: Piece | Result) -> dict[str, Any]:
+        """Of an output that is not shown no token says why it ended."""
+        if self._job.hide_output:
+            return {"finish_reason": "length", "stop_reason": None}
+        return {"finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
 
     def extra(self, results: list[Result]) -> dict[str, Any]:
         return {}

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from starlette.requests import Request
 
 from kllm.request import InvalidRequest, SamplingParams
@@ -38,9 +39,16 @@ class Caller:
 
 
 def make_job(
-    kind: str, caller: Caller, model: str, body: SamplingFields, prompts: Sequence[list[int]], params: SamplingParams
+    kind: str,
+    caller: Caller,
+    model: str,
+    body: SamplingFields,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    room: int | None = None,
 ) -> Job:
-    """`kind`: prefix of the reply's id (chatcmpl, cmpl). Choice p * n + j is output j of prompt p.
+    """`kind`: prefix of the reply's id (chatcmpl, cmpl). Choice p * n + j is output j of prompt p. room: tokens that
+    prompt and output may have together; less output is asked for where it is not enough.
 
     Outputs of one prompt are those of Request.choice: they share the prompt's blocks, and output j draws with seed + j
     (of a seed drawn here if the client gave none). Engine ids have random digits, for clients may use an id twice.
@@ -59,7 +67,7 @@ def make_job(
         first = EngineRequest(
             request_id=f"{base}-p{p}" if p else base,
             prompt_token_ids=prompt,
-            params=params,
+            params=params if room is None else _within(params, room - len(prompt)),
             cache_salt="\0".join(part for part in (caller.tenant, body.cache_salt) if part),
             priority=body.priority or 0,
         )
@@ -77,3 +85,9 @@ def make_job(
         usage=options is not None and bool(options.include_usage),
         each_usage=options is not None and bool(options.continuous_usage_stats),
     )
+
+
+def _within(params: SamplingParams, room: int) -> SamplingParams:
+    if params.max_tokens is None or params.max_tokens <= max(1, room):
+        return params
+    return msgspec.structs.replace(params, max_tokens=max(1, room))

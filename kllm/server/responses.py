@@ -200,7 +200,7 @@ class FleetInstance(Reply):
 
     index: int
     address: str | None = Field(description="Where it was started; none if that was here.")
-    state: Literal["starting", "absent", "ready", "quiet", "resting", "leaving", "left", "given up"]
+    state: Literal["starting", "absent", "ready", "quiet", "resting", "avoided", "leaving", "left", "given up"]
     trouble: str | None = Field(description="Why there is none.")
     instance_id: str | None
     incarnation: str | None = Field(description="New for every start of its process.")

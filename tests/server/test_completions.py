@@ -177,6 +177,39 @@ def test_echo_of_zero_tokens_scores_a_prompt(client: httpx.Client) -> None:
     assert reply["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("prompt", ["say:", "say:\x00"])
+def test_the_end_of_an_output_that_is_not_shown_is_none(client: httpx.Client, prompt: str) -> None:
+    """The one token that is computed may be the end of the text, or a stop token."""
+    every = list(range(280))
+    for more in ({}, {"stop_token_ids": every}):
+        [choice] = complete(client, prompt, echo=True, max_tokens=0, **more)["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (prompt, "length", None)
+        chunks = text_events(client, prompt, echo=True, max_tokens=0, **more)
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "length"]
+
+
+def test_the_default_length_is_no_wish(client: httpx.Client, server: ApiServer) -> None:
+    """Near the context's end there is room for less; each prompt of a batch has its own."""
+    complete(client, [[5] * 500, [5] * 10])
+    assert [request.params.max_tokens for request in server.instance.submits[-2:]] == [12, 16]
+    complete(client, [5] * 511)
+    assert server.instance.submits[-1].params.max_tokens == 1
+
+
+def test_an_answer_can_be_sent_back_as_clients_hold_it(client: httpx.Client) -> None:
+    answer = {"role": "assistant", "content": "abc", "refusal": None, "annotations": None, "audio": None}
+    messages = [{"role": "user", "content": "hi"}, {**answer, "function_call": None}, {"role": "user", "content": "so"}]
+    for last in ({}, {"annotations": []}):
+        response = client.post(CHAT, json={"model": "tiny", "messages": [*messages, {**answer, **last}]})
+        assert response.status_code == 200, response.text
+
+
+def test_echo_has_as_many_alternatives_as_either_field_asks_for(client: httpx.Client, server: ApiServer) -> None:
+    for more in ({}, {"prompt_logprobs": 0}, {"prompt_logprobs": 1}):
+        complete(client, "ab", echo=True, logprobs=2, **more)
+        assert server.instance.submits[-1].params.prompt_logprobs == 2
+
+
 def test_prompt_logprobs(client: httpx.Client) -> None:
     entries = complete(client, "ab", prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
     assert entries[0] is None
