@@ -42,7 +42,8 @@ class Membership:
 
     async def change(self, entries: Sequence[Entry], key: FleetKey | None, timeout: float = LEAVE_TIMEOUT_S) -> None:
         """From now on the instances are these: new ones join, those that are missing finish what they have and leave,
-        at most `timeout` seconds later. One whose entry has changed leaves and joins, unless only its role did.
+        at most `timeout` seconds later. One whose entry has changed leaves and joins, unless only its role did. `key`
+        holds for those that stay, too, from the next connection on: the one that there is has proven itself.
         Raises FleetConfigError, before anything has changed, or ValueError where there is no room."""
         async with self._changing:
             wanted = {name_of(entry): entry for entry in entries}
@@ -70,6 +71,7 @@ class Membership:
             slot = self._gateway.add_instance(launcher)
         else:
             slot = known[1]
+            slot.launch_with(launcher)
         self._members[name] = (entry, slot)
         _give_role(entry, slot)
         return slot

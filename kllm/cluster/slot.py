@@ -296,6 +296,10 @@ class Slot:
         """Launch the first instance, and keep the slot filled from now on."""
         self._life = asyncio.create_task(self._live())
 
+    def launch_with(self, launcher: InstanceLauncher) -> None:
+        """From the next instance on. It must lead to the same address."""
+        self._launcher = launcher
+
     async def leave(self, timeout: float) -> None:
         """Take its instance out: it gets nothing new, and `timeout` seconds to end what it has; what is left then goes
         elsewhere. One that was started here ends, others go on without us."""

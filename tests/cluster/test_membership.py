@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from support.gateways import assert_complete, read
 from support.scripted_instance import HELLO, Faults, ScriptedInstance, make_request
 
@@ -15,6 +16,7 @@ from kllm.cluster.gateway import Gateway
 from kllm.cluster.membership import Membership, make_launcher
 from kllm.messages import Role, SetRole
 from kllm.transport.exchange_link import ExchangeLink
+from kllm.transport.fleet_key import FleetKey, key_from
 from kllm.transport.zeromq_peers import ZmqPeers
 
 
@@ -66,3 +68,34 @@ def test_the_file_says_who_is_there(tmp_path: Path) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("told", ["before the instance restarts", "after it"])
+def test_a_new_key_holds_for_those_that_stay(tmp_path: Path, told: str) -> None:
+    address, keys = f"ipc://{tmp_path}/a", [key_from(digit * 32) for digit in (b"1", b"2")]
+
+    def listen(key: FleetKey) -> asyncio.Task[None]:
+        return asyncio.create_task(ScriptedInstance(ExchangeLink(ZmqPeers(address, key)), Faults(), HELLO).main())
+
+    async def main() -> None:
+        instance = listen(keys[0])
+        config = fleet((address, None))
+        gateway = Gateway([make_launcher(entry, keys[0]) for entry in config.entries], rng=random.Random(0))
+        membership = Membership(gateway, config)
+        await gateway.start()
+        if told == "before the instance restarts":
+            await membership.change(config.entries, keys[1])
+            assert gateway.slots[0].ready, "the connection that there is stays"
+        instance.cancel()
+        await asyncio.gather(instance, return_exceptions=True)
+        await until(lambda: not gateway.slots[0].ready)
+        instance = listen(keys[1])
+        if told == "after it":
+            await membership.change(config.entries, keys[1])
+        await until(lambda: gateway.slots[0].ready)
+        assert len(gateway.slots) == 1
+        await gateway.close()
+        instance.cancel()
+        await asyncio.gather(instance, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
