@@ -100,6 +100,7 @@ class Slot:
         self._handle: InstanceHandle | None = None  # from Hello to the end
         self._life: asyncio.Task[None] | None = None
         self._wanted_role: tuple[Role, int] | None = None
+        self._role_orders = 0
         self._started = False
         self._barren_deaths = 0  # in a row
         self.past = EngineLoad()
@@ -271,16 +272,23 @@ class Slot:
     async def change_role(self, role: Role, term: int, timeout: float) -> bool:
         """Give it nothing new and `timeout` seconds to end what it has, then the role. Whether it says that it has it.
 
-        Where no instance is there, the next one gets the role."""
-        handle = self._handle
+        Where no instance is there, the next one gets the role. Of several orders at once the latest holds, and the slot
+        rests as long as that one waits; the others come to nothing."""
+        self._role_orders += 1
+        order, handle = self._role_orders, self._handle
+        if self._wanted_role is not None:
+            term = max(term, self._wanted_role[1] + 1)  # that one may not have been reported yet
         if handle is None:
             self._wanted_role = (role, term)
             return False
         self.resting = True
         try:
-            await handle.until(lambda: not handle.assigned, timeout)
+            await handle.until(lambda: not handle.assigned or order != self._role_orders, timeout)
         finally:
-            self.resting = False
+            if order == self._role_orders:
+                self.resting = False
+        if order != self._role_orders:
+            return False
         self._wanted_role = (role, term)
         handle.set_role(role, term)
         return await handle.until(lambda: handle.term >= term, ROLE_ANSWER_S) and handle.role == role

@@ -307,6 +307,32 @@ def test_the_higher_term_holds() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("later_s", [0.0, 1.6])
+def test_of_orders_that_overlap_the_latest_holds(later_s: float) -> None:
+    """Whether the first still waits, or was sent and is not reported yet."""
+
+    async def main() -> None:
+        [one, two] = launchers("both", "both")
+        async with started(one, two) as gateway:
+            await asyncio.sleep(2)
+            streams = [gateway.generate(make_request(str(i), max_tokens=100, ignore_eos=True)) for i in range(2)]
+            one.faults.stuck = True
+            first = asyncio.create_task(gateway.set_role(0, "prefill", timeout=1.5))
+            await asyncio.sleep(later_s)
+            second = asyncio.create_task(gateway.set_role(0, "decode", timeout=4.0))
+            await asyncio.sleep(3.0)
+            assert gateway.slots[0].resting, "the second one still waits"
+            one.faults.stuck = False
+            assert await second
+            assert await first == (later_s > 1.5)
+            assert not gateway.slots[0].resting
+            assert one.scripts[-1].role == "decode"
+            for stream in streams:
+                assert_complete(stream, await read(stream))
+
+    run(main())
+
+
 def test_roles_of_both_take_part_in_both_pools() -> None:
     async def main() -> None:
         pools = launchers("prefill", "both", "decode")
