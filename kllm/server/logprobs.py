@@ -17,11 +17,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.text = lru_cache(maxsize=1 << 16)(self._text)
+        self.text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
         self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
-
-    def _text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _bytes(self, token_id: int) -> list[int]:
         """The token's own bytes, also where they are only a part of a character."""

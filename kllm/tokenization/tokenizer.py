@@ -16,6 +16,7 @@ from kllm.hub.model_config import read_json
 from kllm.hub.source import ModelSource, ModelSourceError
 from kllm.request import InvalidRequest
 from kllm.tokenization.gguf_vocabulary import build_backend
+from kllm.tokenization.sentencepiece import PieceDecoder
 
 # Every call encodes one text: the library's threads, which share out several, would only have to be waited for.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -75,13 +76,25 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; those of several tokens together are UTF-8, those of one need not be."""
         piece = self.token_str(token_id)
+        if self._pieces is not None:
+            return self._pieces.bytes_of(piece)
         if self._byte_level and token_id not in self._added_ids and all(char in _BYTE_OF_CHAR for char in piece):
             return bytes(_BYTE_OF_CHAR[char] for char in piece)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
+    def token_text(self, token_id: int) -> str:
+        """The text a token adds to what is before it, with the blank at its start; U+FFFD for parts of characters."""
+        if self._pieces is not None:
+            return self.token_bytes(token_id).decode(errors="replace")
+        return self.decode([token_id], skip_special_tokens=False)
+
     def to_json(self) -> str:
         """As the text of a tokenizer.json, which is how other libraries read a tokenizer. Takes some 40 ms."""
         return str(self.backend.to_str())
+
+    @cached_property
+    def _pieces(self) -> PieceDecoder | None:
+        return PieceDecoder.of(self.backend)
 
     @cached_property
     def _byte_level(self) -> bool:
