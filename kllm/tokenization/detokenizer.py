@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kllm.request import SamplingParams
+from kllm.tokenization.sentencepiece import REPLACEMENT
 from kllm.tokenization.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6  # tokens of the prompt that decoding starts from: spaces and marks depend on what is before them
 WINDOW_TOKENS = 16  # a window longer than this is cut at the last place where the text was whole
 MAX_CHARACTER_TOKENS = 4  # UTF-8 has at most four bytes, and every token at least one
@@ -37,7 +37,7 @@ class DecodeWindow:
                            cut                  `cut`: where the text was last whole; the window may start there
 
     Text that ends in U+FFFD may be a character whose bytes have not all come: it waits. The result is that of
-    decoding everything at once, for decoders that map tokens to bytes (byte-level BPE).
+    decoding everything at once, for decoders that map tokens to bytes (byte-level BPE, byte fallback).
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
@@ -77,13 +77,16 @@ class DecodeWindow:
         return added
 
     def _give_up(self, text: str) -> str:
-        """So many tokens without a whole character are not UTF-8: release all but the last mark, which may still be
-        the beginning of one. Without this, every further token would decode an ever longer window."""
-        added = self._after_shown(text)[:-1]
+        """So many tokens without a whole character are not UTF-8: release all but the last marks, which may still be
+        the beginning of one (byte fallback has a mark for each byte, byte-level BPE one for all of them). Without
+        this, every further token would decode an ever longer window."""
+        added = self._after_shown(text)
         self._window = self._window[-MAX_CHARACTER_TOKENS:]
-        self._shown = self._decode()[:-1]
+        rest = self._decode()
+        kept = min(_trailing_marks(added), _trailing_marks(rest), MAX_CHARACTER_TOKENS - 1)
+        self._shown = rest[: len(rest) - kept]
         self._cut = self._held = 0
-        return added
+        return added[: len(added) - kept]
 
     def _after_shown(self, text: str) -> str:
         if text.startswith(self._shown):
@@ -91,6 +94,10 @@ class DecodeWindow:
         # The context ended inside a character that is complete now.
         shown = self._shown.rstrip(REPLACEMENT)
         return text[len(shown) :] if text.startswith(shown) else ""
+
+
+def _trailing_marks(text: str) -> int:
+    return len(text) - len(text.rstrip(REPLACEMENT))
 
 
 class StopFinder:

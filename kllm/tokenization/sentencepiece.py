@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer as Backend
 
+REPLACEMENT = "\ufffd"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -34,12 +37,33 @@ class PieceDecoder(NamedTuple):
         return cls(tuple(replaced), "ByteFallback" in kinds)
 
     def bytes_of(self, piece: str) -> bytes:
-        found = _BYTE.fullmatch(piece) if self.byte_fallback else None
-        if found is not None:
-            return bytes.fromhex(found[1])
+        byte = self._byte(piece)
+        if byte is not None:
+            return byte
         for old, new in self.replaced:
             piece = piece.replace(old, new)
         return piece.encode()
+
+    def marked(self, pieces: Iterable[str]) -> list[str]:
+        """Pieces with U+FFFD for each byte that is in no character, as SentencePiece decodes them. The tokenizers
+        library marks all bytes in a row when one is wrong: also those of characters that were sent long ago."""
+        marked: list[str] = []
+        for has_bytes, run in groupby(pieces, key=lambda piece: self._byte(piece) is not None):
+            same = list(run)
+            marked += _with_marks(b"".join(map(self.bytes_of, same))) if has_bytes else same
+        return marked
+
+    def _byte(self, piece: str) -> bytes | None:
+        found = _BYTE.fullmatch(piece) if self.byte_fallback else None
+        return None if found is None else bytes.fromhex(found[1])
+
+
+def _with_marks(data: bytes) -> list[str]:
+    pieces: list[str] = []
+    for char in data.decode(errors="surrogateescape"):  # a surrogate for each byte that is wrong
+        wrong = "\udc80" <= char <= "\udcff"
+        pieces += [REPLACEMENT] if wrong else [f"<0x{byte:02X}>" for byte in char.encode()]
+    return pieces
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from kllm.hub.model_config import read_json
 from kllm.hub.source import ModelSource, ModelSourceError
 from kllm.request import InvalidRequest
 from kllm.tokenization.gguf_vocabulary import build_backend
-from kllm.tokenization.sentencepiece import PieceDecoder
+from kllm.tokenization.sentencepiece import REPLACEMENT, PieceDecoder
 
 # Every call encodes one text: the library's threads, which share out several, would only have to be waited for.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -65,9 +65,15 @@ class Tokenizer:
         """Text of ids. Ids that the tokenizer does not know (padding of the vocabulary) give nothing; bytes that
         are not UTF-8 give U+FFFD. Raises InvalidRequest for ids that are negative or beyond 32 bits."""
         try:
-            return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+            text = str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
         except OverflowError as error:
             raise InvalidRequest("token ids must be between 0 and the size of the vocabulary", "tokens") from error
+        if self._pieces is not None and self._pieces.byte_fallback and REPLACEMENT in text:
+            skipped = self.special_ids if skip_special_tokens else frozenset()
+            pieces = (self.backend.id_to_token(token) for token in ids if token not in skipped)
+            known = (piece for piece in pieces if piece is not None)
+            return str(self.backend.decoder.decode(self._pieces.marked(known)))
+        return text
 
     def token_str(self, token_id: int) -> str:
         """The vocabulary's own spelling, such as "Ġhello" (a leading space); "" for an unknown id."""

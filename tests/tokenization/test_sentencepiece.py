@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.tiny_models import tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
-from kllm.request import TokenLogprobs
+from kllm.request import SamplingParams, TokenLogprobs
 from kllm.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from kllm.tokenization.detokenizer import Detokenizer
 from kllm.tokenization.tokenizer import Tokenizer
 
 WORDS = ["▁", "a", "b", "▁a", "▁Hello", "▁world", "你", "▁你"]
@@ -78,3 +81,52 @@ def test_byte_level_tokens_are_as_they_were() -> None:
     tokenizer = Tokenizer(backend, bos_token_id=None, eos_token_ids=[0])
     for token in range(backend.get_vocab_size() + 2):
         assert tokenizer.token_text(token) == backend.decode([token], skip_special_tokens=False)
+
+
+def streamed(tokenizer: Tokenizer, output: list[int], prompt: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, SamplingParams(), prompt)
+    return [detokenizer.push([token], finished=at == len(output)).text for at, token in enumerate(output, 1)]
+
+
+def test_text_behind_a_broken_character_is_not_lost() -> None:
+    tokenizer = make(LLAMA)
+    prompt = ids(tokenizer, "<s>", "▁Hello")
+    output = ids(tokenizer, "E4", "BD", "A0", "E5", "a", "b")
+    assert streamed(tokenizer, output, prompt) == ["", "", "你", "", "\ufffda", "b"]
+    assert tokenizer.decode([*prompt, *output]) == "Hello你\ufffdab"
+
+
+@pytest.mark.parametrize("broken", [["E4", "BD"], ["A0"], ["F0", "9F", "98"], ["ED", "A0", "80"], ["FF", "FE"]])
+def test_broken_bytes_alone_decode_as_in_the_library(broken: list[str]) -> None:
+    tokenizer = make(LLAMA)
+    tokens = ids(tokenizer, "▁Hello", *broken, "▁world", "<0x0A>", "</s>")
+    assert tokenizer.decode(tokens) == "Hello" + "\ufffd" * len(broken) + " world\n"
+    for skip in (True, False):
+        assert tokenizer.decode([*tokens, 10_000], skip) == tokenizer.backend.decode(tokens, skip_special_tokens=skip)
+
+
+BYTES = st.sampled_from([*"👋你é\n".encode(), 0xE4, 0xA0, 0xF0, 0xFF]).map(lambda byte: f"<0x{byte:02X}>")
+PIECES = st.lists(BYTES | st.sampled_from([*WORDS, "</s>"]), max_size=40) | st.lists(BYTES, max_size=80)
+CHARACTERS = st.text(alphabet="👋你é", max_size=30).map(lambda text: [f"<0x{byte:02X}>" for byte in text.encode()])
+
+
+@pytest.mark.parametrize("decoder", [LLAMA, GEMMA], ids=["llama", "gemma"])
+@settings(max_examples=300, deadline=None)
+@given(PIECES, PIECES | CHARACTERS)
+def test_the_stream_is_the_decoding_of_all(decoder: object, before: list[str], pieces: list[str]) -> None:
+    tokenizer = make(decoder)
+    prompt, output = ids(tokenizer, *before, "a"), ids(tokenizer, *pieces)
+    whole = tokenizer.decode([*prompt, *output])
+    assert "".join(streamed(tokenizer, output, prompt)) == whole[len(tokenizer.decode(prompt)) :]
+
+
+def test_whole_characters_of_bytes_are_streamed_at_once() -> None:
+    tokenizer = make(LLAMA)
+    output = ids(tokenizer, *(f"<0x{byte:02X}>" for byte in ("你" * 30).encode()))
+    assert streamed(tokenizer, output, ids(tokenizer, "a")) == ["", "", "你"] * 30
+
+
+def test_broken_bytes_without_end_decode_in_time() -> None:
+    tokenizer = make(LLAMA)
+    output = ids(tokenizer, *["A0", "E4"] * 50_000)
+    assert tokenizer.decode(output) == "\ufffd" * 100_000
