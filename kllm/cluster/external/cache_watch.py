@@ -64,10 +64,21 @@ class CacheWatch:
             )
 
     async def run(self) -> None:
-        """Follows the events until it is cancelled; returns at once where there are none."""
+        """Follows the events until it is cancelled; returns where there are none, or where that fails, which costs what
+        is known of the cache and nothing else."""
         if self._subscriber is None:
             return
-        async for item in self._subscriber:
+        try:
+            await self._follow(self._subscriber)
+        except Exception:
+            logger.exception(
+                "the KV events of %s cannot be followed any more: requests are routed by what was sent where",
+                self._config.url,
+            )
+            self._report(self.names.clear())
+
+    async def _follow(self, subscriber: EventSubscriber[CacheEvent]) -> None:
+        async for item in subscriber:
             match item:
                 case Received(events=events):
                     for event in events:

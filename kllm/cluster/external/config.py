@@ -26,7 +26,8 @@ def check_url(value: str) -> str:
 def check_endpoint(value: str) -> str:
     """A ZeroMQ endpoint to connect to. Raises ValueError."""
     scheme, _, place = value.partition("://")
-    if scheme not in ("tcp", "ipc") or not place or "*" in place:
+    whole = scheme == "ipc" or (scheme == "tcp" and urlsplit(value).port is not None)
+    if not whole or not place or "*" in place:
         raise ValueError(f"{value!r} is not an endpoint to connect to, such as tcp://127.0.0.1:5557")
     return value
 

@@ -97,6 +97,34 @@ def test_what_the_engine_caches_is_known(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_events_that_cannot_be_followed_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was known grows old from then on, so that it is forgotten."""
+
+    def fail(event: CacheEvent) -> list[CacheEvent]:
+        raise OSError("no such endpoint")
+
+    async def main() -> None:
+        engine = publisher(tmp_path)
+        engine.publish([STORED])
+        listening = Listening(tmp_path)
+
+        async def work() -> None:
+            await listening.hears(3)
+            monkeypatch.setattr(listening.watch.names, "translate", fail)
+            engine.publish([BlockRemoved([THEIRS[2]], Medium.DEVICE)])
+            await listening.hears(0)
+            assert listening.gaps == 0
+
+        await following(listening, work)
+        engine.close()
+
+    asyncio.run(main())
+    assert "cannot be followed any more" in caplog.text
+    assert "no such endpoint" in caplog.text
+
+
 def test_salts_that_the_engine_does_not_tell(tmp_path: Path) -> None:
     """Our own engine publishes a hash of the salt. The adapter knows what it has sent."""
 

@@ -39,10 +39,17 @@ def test_addresses_that_are_refused(url: str) -> None:
         ExternalEngine(url=url)
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:5557", "tcp://*:5557", "tcp://", "5557", "inproc://x"])
+@pytest.mark.parametrize(
+    "endpoint", ["http://127.0.0.1:5557", "tcp://*:5557", "tcp://", "5557", "inproc://x", "tcp://host", "tcp://host:x"]
+)
 def test_endpoints_that_nobody_can_connect_to(endpoint: str) -> None:
     with pytest.raises(ValidationError, match="kv_events"):
         ExternalEngine(url="http://127.0.0.1:8001", kv_events=endpoint)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://host:5557", "tcp://[::1]:5557", "ipc:///run/events"])
+def test_endpoints(endpoint: str) -> None:
+    assert ExternalEngine(url="http://127.0.0.1:8001", kv_events=endpoint, replay=endpoint).replay == endpoint
 
 
 def test_unknown_fields_are_errors() -> None:
