@@ -218,6 +218,16 @@ class Gateway:
             return None
         return self.info.fingerprint, self.info.block_tokens
 
+    def check_room(self, requests: int, priority: int) -> None:
+        """Whether so many can be accepted now. Raises QueueFull, InvalidRequest if so many never can."""
+        in_flight = len(self._table)
+        if in_flight + requests <= self._capacity.limit(priority):
+            return
+        if requests > self._max_queue:
+            raise InvalidRequest(f"{requests} outputs were asked for at once, {self._max_queue} is the most", "n")
+        now, grade = asyncio.get_running_loop().time(), self.grade if in_flight + requests <= self._max_queue else 0
+        raise QueueFull(in_flight, self._rate.seconds_for(max(float(requests), in_flight / 10), now), grade)
+
     def generate(self, request: Request, hashes: Hashes | None = None) -> RequestStream:
         """Accept a request. Read the stream to its end or `aclose()` it, which aborts the request at once.
 
@@ -225,10 +235,7 @@ class Gateway:
         Raises InvalidRequest, QueueFull or Unavailable here, before anything is streamed."""
         info = self._info_if_available()
         request_id = request.request_id
-        in_flight = len(self._table)
-        if in_flight >= self._capacity.limit(request.priority):
-            now, grade = asyncio.get_running_loop().time(), self.grade if in_flight < self._max_queue else 0
-            raise QueueFull(in_flight, self._rate.seconds_for(max(1.0, in_flight / 10), now), grade)
+        self.check_room(1, request.priority)
         if request_id in self._table:
             raise InvalidRequest(f"a request with the id {request_id!r} is already running", "request_id")
         request = admit(request, info, self._rng.getrandbits(63))

@@ -129,6 +129,8 @@ async def generate(
         for i, request in enumerate(requests)
     ]
     try:
+        if len(requests) > 1:  # not one after the other until the last finds no room, and all are given up
+            gateway.check_room(len(requests), requests[0].priority)
         named = [await _hashes(gateway, request) for request in requests]
         for request, hashes in zip(requests, named, strict=True):
             streams.append(gateway.generate(request, hashes))

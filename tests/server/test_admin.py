@@ -235,7 +235,7 @@ def test_full_queue() -> None:
             first.join()
         assert client.post(TEXT, json={"prompt": "say:a"}).status_code == 200
         # All outputs of a request are taken, or none.
-        assert client.post(TEXT, json={"prompt": "say:a", "n": 2}).status_code == 429
+        assert client.post(TEXT, json={"prompt": "say:a", "n": 2}).status_code == 400
         assert server.gateway.in_flight == 0
 
 
@@ -297,3 +297,22 @@ def test_metrics() -> None:
                 f"instance_restarts_total{{{labels}}} 0.0",
             ):
                 assert f"\n{prefix}{line}" in response.text
+
+
+def test_outputs_that_do_not_fit_together_are_refused_before_any_is_begun() -> None:
+    with ApiServer(max_queue=4) as server, server.client() as client:
+        response = client.post(TEXT, json={"prompt": "say:abc", "n": 5})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+        assert "4 is the most" in response.json()["error"]["message"]
+        assert server.instance.submits == []
+        server.instance.paused = True
+        with server.client() as other:
+            first = threading.Thread(target=lambda: other.post(TEXT, json={"prompt": "say:abc"}))
+            first.start()
+            server.until(lambda: server.gateway.in_flight == 1)
+            response = client.post(TEXT, json={"prompt": "say:abc", "n": 4})
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            assert len(server.instance.submits) == 1
+            server.instance.paused = False
+            first.join()
