@@ -9,14 +9,28 @@ import msgspec
 
 from kllm.request import MAX_BAD_WORDS, MAX_STOP_LENGTH, InvalidRequest, SamplingParams, StructuredOutputs
 from kllm.server.protocol import ResponseFormat, SamplingFields, StructuredOutputsBody
-from kllm.server.workers import INLINE_CHARS, Workers
+from kllm.server.workers import CALL_CHARS, INLINE_CHARS, Workers
 from kllm.tokenization.bad_words import bad_word_ids
+from kllm.tokenization.text_size import text_size
 from kllm.tokenization.tokenizer import Tokenizer
 
 _PLAIN_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "min_tokens", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
+
+
+async def checked_params(
+    body: SamplingFields, tokenizer: Tokenizer, workers: Workers, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """sampling_params, with structured outputs checked; in a thread where there are many bad words to tokenise, or
+    long lists. Raises InvalidRequest."""
+    words = (body.bad_words or [])[: MAX_BAD_WORDS // 2]
+    lists = (body.logit_bias, body.allowed_token_ids, body.stop_token_ids)
+    size = 2 * sum(len(word) + CALL_CHARS for word in words) + text_size(lists, INLINE_CHARS)
+    params = await workers.run(size, sampling_params, body, tokenizer, max_tokens=max_tokens, logprobs=logprobs)
+    await check_structured_outputs(params, workers)
+    return params
 
 
 def sampling_params(

@@ -11,6 +11,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 INLINE_CHARS = 2048  # less text than this costs less to tokenise than to hand to a thread
+CALL_CHARS = 8  # a call of the tokenizer costs as much as so many characters
 
 
 class Workers:

@@ -6,6 +6,7 @@ plain Jinja (tojson, raise_exception, strftime_now, loop controls, the generatio
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -20,7 +21,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kllm.request import InvalidRequest
+from kllm.tokenization.text_size import text_size
 from kllm.tokenization.tokenizer import Tokenizer
+
+LARGE = 1 << 17  # characters and values; json.dumps takes some 5 ms for so many, json.dump six times that
 
 
 class ChatTemplate:
@@ -146,8 +150,13 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, without escaping for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Unlike Jinja's own filter, without escaping for HTML. json.dumps holds the GIL from its beginning to its end: a
+    large value is written by json.dump, in small parts, so that other threads stream on."""
+    if text_size(value, LARGE) < LARGE:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = io.StringIO()
+    json.dump(value, text, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.getvalue()
 
 
 def _raise_exception(message: str) -> NoReturn:

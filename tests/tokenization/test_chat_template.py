@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import kllm.tokenization.chat_template as module
 from kllm.request import InvalidRequest
 from kllm.tokenization.chat_template import ChatTemplate
 
@@ -102,3 +103,27 @@ def test_refusals_name_the_messages(case):
         ChatTemplate(text).render(messages)
     assert error.value.param == "messages"
     assert reason in error.value.message
+
+
+def test_a_large_value_is_written_in_parts(monkeypatch):
+    """The library's fast encoder holds the GIL to its end: other threads would wait as long."""
+    monkeypatch.setattr(module, "LARGE", 500)
+    value = {"b": [{"ä": "<x>\n", "n": [1, 2.5, True, None, [], {}]}] * 100, "a": {"1": "2"}}
+
+    def rendered(options: str) -> str:
+        text = "{{ value | tojson(" + options + ") }}"
+        return ChatTemplate(text).render(USER, value=value)
+
+    expected = [
+        json.dumps(value, ensure_ascii=False),
+        json.dumps(value, indent=2, ensure_ascii=False),
+        json.dumps(value, separators=(",", ":"), sort_keys=True),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(json.encoder, "c_make_encoder", _refused)
+        options = ["", "indent=2", "separators=(',', ':'), sort_keys=True, ensure_ascii=True"]
+        assert [rendered(option) for option in options] == expected
+
+
+def _refused(*args: object) -> None:
+    raise AssertionError("encoded in one go")
