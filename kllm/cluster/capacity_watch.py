@@ -52,9 +52,18 @@ class CapacityWatch:
         degradation = self._degradation
         while True:
             await asyncio.sleep(TICK_S)
-            load = max((pool.side.load for pool in self.snapshot().pools.values()), default=0.0)
+            load = load_to_relieve(self.snapshot())
             if degradation.update(asyncio.get_running_loop().time(), load):
                 grade = degradation.grade
                 logger.warning("SLO Load is %.2f: degradation grade %d (%s)", load, grade, GRADES[grade])
                 for slot in self._instances:
                     slot.set_grade(grade)
+
+
+def load_to_relieve(snapshot: SloSnapshot) -> float:
+    """SLO Load of the side that is shorter of capacity; 0 where no instance has more than one request, since nobody
+    waits for anybody then: a request that misses the SLO by itself is no reason to refuse others, and a fleet without
+    work has all of its capacity left, however late the last answers were."""
+    if snapshot.waiting + snapshot.decoding <= len(snapshot.instances):
+        return 0.0
+    return max((pool.side.load for pool in snapshot.pools.values()), default=0.0)

@@ -91,6 +91,39 @@ def test_grades_reach_instances_and_the_queue() -> None:
     run(main())
 
 
+def test_a_request_that_is_late_by_itself_is_no_reason_to_refuse_others() -> None:
+    async def main() -> None:
+        launcher = TaskLauncher()
+        async with started(launcher, slo=SloLimits(0.1, 0.1), degrade=True) as gateway:
+            launcher.faults.stuck = True
+            stream = gateway.generate(make_request("r", max_tokens=20))
+            await asyncio.sleep(60)
+            assert gateway.grade == 0
+            await stream.aclose()
+
+    run(main())
+
+
+def test_what_was_late_before_keeps_no_grade_up_where_nothing_is_left() -> None:
+    """The typical request of before may miss the SLO even alone; nobody is there to see it."""
+
+    async def main() -> None:
+        launcher = TaskLauncher(hello=msgspec.structs.replace(HELLO, max_num_seqs=4))
+        async with started(launcher, slo=SloLimits(1e-6, 1e-6), degrade=True, max_queue=100) as gateway:
+            launcher.faults.stuck = True
+            streams = [gateway.generate(make_request(f"r{i}", max_tokens=20, ignore_eos=True)) for i in range(10)]
+            await asyncio.sleep(20)
+            assert gateway.grade == 3
+            launcher.faults.stuck = False
+            for stream in streams:
+                async for _ in stream:
+                    pass
+            await asyncio.sleep(35)
+            assert gateway.grade == 0
+
+    run(main())
+
+
 def test_off_by_default() -> None:
     async def main() -> None:
         launcher = TaskLauncher()
