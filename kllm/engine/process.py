@@ -96,7 +96,7 @@ async def run_instance(link: Link[Down, Up], config: EngineConfig, feed: EventFe
         max_num_seqs=config.max_num_seqs,
         start_seconds=engine.start_seconds,
         operators=engine.operators,
-        fingerprint=engine.kv_spec.fingerprint if reporter is not None else "",
+        fingerprint=engine.kv_spec.fingerprint if reporter is not None and config.enable_prefix_caching else "",
         role=config.role,
         transfers=config.kv_transfer != "off",
         page_bytes=engine.kv_spec.page_bytes() if config.kv_transfer != "off" else 0,

@@ -213,7 +213,7 @@ class SimulatedLauncher:
             max_num_seqs=spec.engine.max_num_seqs,
             start_seconds=seconds,
             operators="simulated",
-            fingerprint=self._fingerprint if reporter is not None else "",
+            fingerprint=self._fingerprint if reporter is not None and spec.engine.enable_prefix_caching else "",
             role=spec.engine.role,
             transfers=spec.engine.kv_transfer != "off",
             page_bytes=spec.tiers.page_bytes if spec.tiers is not None else 0,

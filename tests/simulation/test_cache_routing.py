@@ -120,3 +120,12 @@ def test_it_brings_hits() -> None:
 def test_decisions_are_repeatable() -> None:
     config = SimulationConfig.model_validate(SESSIONS | {"routing": "cache-aware", "num_prompts": 60})
     assert simulate(config).decision_hash == simulate(config).decision_hash
+
+
+def test_where_nothing_is_cached_nothing_is_believed_to_be() -> None:
+    """Requests of one prefix are not sent after each other to instances that keep nothing."""
+    config = {"trace": "shared-prefix", "num_prompts": 100, "request_rate": 12, "instances": 4, "start_s": 1.0}
+    config |= {"prefix_len": 8000, "input_len": 200, "output_len": 20, "enable_prefix_caching": False}
+    result = simulate(SimulationConfig.model_validate(config | {"routing": "cache-aware"}))
+    running = [instance["running"] for instance in summarise(result, Slo(4000.0, 60.0))["instances"]]
+    assert max(running) < 2 * min(running)
