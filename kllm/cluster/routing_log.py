@@ -144,15 +144,17 @@ class RoutingLog:
         if reason not in counts.reasons and len(counts.reasons) >= MOST_REASONS:
             reason = OTHER
         counts.reasons[reason] = counts.reasons.get(reason, 0) + 1
+        counts.spread += decision.spread
+        instance = self.instances.setdefault(decision.instance, InstanceCounts())
+        instance.decisions += 1
+        self.num_decisions += 1
+        if decision.handed_over:
+            return  # its prompt has been counted where it was prefilled
         counts.device += decision.l1
         counts.host += decision.l2 - decision.l1
         counts.store += decision.l3 - decision.l2
         counts.nowhere += decision.prompt_tokens - decision.l3
-        counts.spread += decision.spread
-        instance = self.instances.setdefault(decision.instance, InstanceCounts())
-        instance.decisions += 1
         instance.prompt_tokens += decision.prompt_tokens
-        self.num_decisions += 1
 
 
 def weighed(chosen: int, scores: Scores, candidates: Sequence[Candidate]) -> list[Weighed]:

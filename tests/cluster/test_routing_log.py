@@ -57,6 +57,8 @@ def test_kv_that_was_handed_over_says_nothing_of_what_was_known() -> None:
     handed = decision(0)
     handed.handed_over = True
     log.add(handed)
+    assert log.counts.nowhere == log.instances[0].prompt_tokens == 100, "a prompt counts once"
+    assert log.instances[0].decisions == 2
     log.answered("r0", 96)
     assert log.instances[0].answered == 0
 
