@@ -2,7 +2,8 @@
 
     python benchmarks/served.py [--servers vllm-bf16,kllm-bf16,kllm-int8,kllm-4bit] [--requests 200] [--json]
 
-Requests of 512 tokens in and 128 out come as a Poisson process, always the same one, faster and faster. A rate is kept
+Requests of 512 tokens in and 128 out come as a Poisson process, always the same one, faster and faster, each with a
+prompt that was never sent before. A rate is kept
 if 95 % of the requests have their first token within 1 s and their others within 100 ms each on average. From a first
 guess the rate grows by a ninth while it is kept, or falls until it is. Every server has both cores and its defaults
 otherwise, and runs alone. Some ten minutes a server, on a machine that does nothing else.
@@ -69,8 +70,9 @@ SERVERS: dict[str, tuple[Callable[[ModelSource, Place], Command], float]] = {
 }
 
 
-def run_at(place: Place, rate: float, requests: int) -> dict[str, Any]:
-    """One rate: share of the requests within both limits, and the latencies."""
+def run_at(place: Place, rate: float, requests: int, turn: int) -> dict[str, Any]:
+    """One rate: share of the requests within both limits, and the latencies. turn: of the server's; each has prompts
+    of its own, so that no cache has any of them."""
     config = LoadConfig(
         url=f"http://127.0.0.1:{place.port}",
         num_prompts=requests,
@@ -81,7 +83,9 @@ def run_at(place: Place, rate: float, requests: int) -> dict[str, Any]:
         slo_tpot_ms=TPOT_MS,
         warm_up=3,
     )
-    report, _ = asyncio.run(run_benchmark(config, make_samples(config)))
+    samples = make_samples(config)  # the same times for every rate, but for the rate
+    report, _ = asyncio.run(run_benchmark(config.model_copy(update={"seed": turn}), samples))
+    assert report["cached_tokens"] == 0, "prompts are to be computed"
     return {
         "rate": round(rate, 3),
         "share": report["goodput"]["share"],
@@ -98,7 +102,7 @@ def highest_rate(place: Place, first: float, requests: int, console: Console) ->
     rate, best = first, None
     while len(tried) < MOST_RATES:
         with console.status(f"{rate:.3f} requests/s"):
-            found = run_at(place, rate, requests)
+            found = run_at(place, rate, requests, len(tried))
         tried.append(found)
         console.print(found)
         kept = found["share"] >= SHARE

@@ -42,7 +42,7 @@ from kllm.simulation.run import simulate
 from kllm.telemetry.statistics import percentile
 from kllm.workload.arrivals import poisson_arrivals
 from kllm.workload.generators import random_samples
-from kllm.workload.sample import Sample
+from kllm.workload.sample import OWN, Sample
 
 RESULTS = Path(__file__).parent / "results" / "slo_load.json"
 SIDES = {"prefill": ("TTFT", "ttft_s"), "decode": ("TPOT", "tpot_s")}
@@ -54,6 +54,7 @@ STEADY_FIGURES = ("load", "predicted", "measured", "clients_p90")
 LOADS = [0.4, 0.6, 0.7, 0.8, 0.9]
 BURSTS = (1.4, 0.8, 2.4, 1.1, 1.8)  # of what the SLO allows in the long run, one after the other
 BURST_S, BURST_EVERY_S = 15.0, 80.0
+FIRST_KEY = 10_000_000  # of a burst's prompts: no other request has them
 BASE = 0.3  # between them
 
 
@@ -232,14 +233,17 @@ def _late(tick: Tick, values: Sequence[float]) -> bool | None:
 
 
 def burst_samples(work: Workload, instances: int, seed: int) -> list[Sample]:
-    """All bursts."""
+    """All bursts, of prompts that nothing else has, drawn apart from those of the light load."""
     samples: list[Sample] = []
     for number, factor in enumerate(BURSTS):
-        rate, own = factor * work.rate * instances, 1000 * seed + number
+        rate, own = factor * work.rate * instances, 1000 * (seed + 1) + number
         requests = random_samples(round(rate * BURST_S), work.prompt, work.output, 0.8, own)
         arrivals = poisson_arrivals(rate, own)
-        begin = (number + 0.5) * BURST_EVERY_S
-        samples += [replace(sample, arrival_s=begin + at) for sample, at in zip(requests, arrivals, strict=False)]
+        begin, key = (number + 0.5) * BURST_EVERY_S, FIRST_KEY * (number + 1)
+        samples += [
+            replace(sample, parts=(((OWN, key + place), sample.parts[0][1]),), arrival_s=begin + at)
+            for place, (sample, at) in enumerate(zip(requests, arrivals, strict=False))
+        ]
     return samples
 
 

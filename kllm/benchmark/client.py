@@ -17,7 +17,7 @@ from kllm.workload.sample import Sample
 class RequestRecord:
     """What happened to one request. Times are seconds since the start of the run.
 
-    chunk_s: when each chunk with output came. error: None, or the kind of failure ("http 429", "timeout", …);
+    chunk_s: when each chunk with output came. output_tokens: as the server says; one a chunk if it does not. error: None, or the kind of failure ("http 429", "timeout", …);
     detail: what the server said about it.
     """
 
@@ -125,6 +125,8 @@ class CompletionClient:
                 _note_chunk(data, record, now)
         if not done:
             raise StreamError("stream cut off", "the stream ended without [DONE]")
+        if not record.output_tokens:  # a server that sends no usage
+            record.output_tokens = len(record.chunk_s)
 
 
 async def sse_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -27,6 +27,7 @@ class TokenServer:
     most_running: int = 0
 
 
+WITHOUT_USAGE = 5
 FAILURES = {1: "http 429", 2: "stream cut off", 3: "error in stream", 4: "bad chunk"}
 
 
@@ -52,7 +53,8 @@ async def _stream(server: TokenServer, body: dict[str, Any]) -> Any:
                 yield b"data: {not json\n\n"
                 return
         usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
-        yield _chunk(choices=[], usage={**usage, "prompt_tokens_details": {"cached_tokens": 3}})
+        if prompt[0] != WITHOUT_USAGE:
+            yield _chunk(choices=[], usage={**usage, "prompt_tokens_details": {"cached_tokens": 3}})
         yield b"data: [DONE]\n\n"
     finally:
         server.running -= 1

@@ -68,6 +68,12 @@ def test_failures_are_told_apart(token_server):
     assert "queue is full" in records[0].detail
 
 
+def test_where_no_usage_is_sent_chunks_are_counted(token_server):
+    (record,) = load(token_server.url, [sample(5, 2, 4)])
+    assert (record.error, record.output_tokens, record.prompt_tokens) == (None, 4, 2)
+    assert record.tpot_s == pytest.approx(sum(record.itl_s) / 3)
+
+
 def test_nobody_listening_is_a_connection_error(unused_port):
     (record,) = load(f"http://127.0.0.1:{unused_port}", [sample(5, 1, 1)])
     assert record.error == "connection"
