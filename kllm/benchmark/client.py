@@ -17,8 +17,8 @@ from kllm.workload.sample import Sample
 class RequestRecord:
     """What happened to one request. Times are seconds since the start of the run.
 
-    chunk_s: when each chunk with output came. output_tokens: as the server says; one a chunk if it does not. error: None, or the kind of failure ("http 429", "timeout", …);
-    detail: what the server said about it.
+    chunk_s: when each chunk with output came. output_tokens: as the server says; one a chunk if it does not.
+    error: None, or the kind of failure ("http 429", "timeout", …); detail: what the server said about it.
     """
 
     index: int
