@@ -241,7 +241,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New output of one request. `index` is the number of output tokens before this delta.
 
     The last delta of a request carries finish_reason (and `error` when that is "error"; `invalid` then says that the
-    request itself was at fault, so the client gets a 400 and not a 500).
+    request itself was at fault, so the client gets a 400 and not a 500). "abort" gives the request back: it is to go on
+    elsewhere, and its instance was only busy if there is no `error`.
     stop_reason: the stop token id or stop string that ended the output; None for EOS.
     timings come with the first token of an attempt. prompt_logprobs: one entry per prompt token, None first.
     """

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from kllm.cluster.admission import Unavailable
 from kllm.cluster.cache_directory import prompt_hashes
 from kllm.cluster.gateway import Gateway
 from kllm.cluster.prefix_index import Hashes
@@ -165,7 +166,7 @@ async def _pieces(sequence: Sequencer, stream: AsyncIterator[Delta]) -> AsyncGen
                 return
             yield piece
         raise GenerationFailed("the stream ended without a finish reason")
-    except (GenerationFailed, InvalidRequest):
+    except (GenerationFailed, InvalidRequest, Unavailable):
         reason = "error"
         raise
     finally:
