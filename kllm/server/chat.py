@@ -10,7 +10,7 @@ from kllm.server.jobs import Caller, make_job
 from kllm.server.logprobs import chat_logprobs, prompt_logprobs
 from kllm.server.protocol import ChatCompletionRequest
 from kllm.server.reply import Job
-from kllm.server.sampling import check_structured_outputs, sampling_params
+from kllm.server.sampling import checked_params
 from kllm.server.service import Service
 
 
@@ -22,13 +22,13 @@ async def chat_job(service: Service, body: ChatCompletionRequest, caller: Caller
         raise InvalidRequest("prompt_logprobs cannot be streamed", "prompt_logprobs")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", "top_logprobs")
-    params = sampling_params(
+    params = await checked_params(
         body,
         service.tokenizer,
+        service.workers,
         max_tokens=_max_tokens(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    await check_structured_outputs(params, service.workers)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)

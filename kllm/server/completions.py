@@ -13,7 +13,7 @@ from kllm.server.jobs import Caller, make_job
 from kllm.server.logprobs import completion_logprobs, prompt_logprobs
 from kllm.server.protocol import MAX_PROMPTS, CompletionRequest
 from kllm.server.reply import Job
-from kllm.server.sampling import check_structured_outputs, sampling_params
+from kllm.server.sampling import checked_params
 from kllm.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16
@@ -30,13 +30,13 @@ async def completion_job(service: Service, body: CompletionRequest, caller: Call
     hide_output = body.max_tokens == 0
     if hide_output and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1, or 0 together with echo", "max_tokens")
-    params = sampling_params(
+    params = await checked_params(
         body,
         service.tokenizer,
+        service.workers,
         max_tokens=1 if hide_output else DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
     )
-    await check_structured_outputs(params, service.workers)
     if body.echo and body.logprobs is not None:
         most = max(body.logprobs, params.prompt_logprobs or 0)
         params = msgspec.structs.replace(params, prompt_logprobs=most)
@@ -60,7 +60,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]
         return [prompt]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"at most {MAX_PROMPTS} prompts may be given at once", "prompt")
-    return [await service.encode(item, special) if isinstance(item, str) else item for item in prompt]
+    return await service.encode_prompts(prompt, special)
 
 
 class CompletionFormat:
