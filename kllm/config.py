@@ -64,7 +64,9 @@ class EngineConfig(Config):
 
     model: str = Field(description="Alias (smollm2), local folder, .gguf file or hub id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and activations; auto takes the checkpoint's (bfloat16 for a GGUF)."
+        "auto",
+        description="Type of weights and activations; auto takes the checkpoint's (bfloat16 for a GGUF, and for "
+        "float16 with the cpu operators, which leave that to torch and cannot combine it with quantised weights).",
     )
     quantization: Literal["auto", "none", "int8", "q8_0", "q4_0", "q4_1"] = Field(
         "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -24,7 +25,10 @@ from kllm.resources import available_cores
 from kllm.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # torch is imported when a model is loaded
+    import torch
+
     from kllm.engine.runner import ModelRunner
+    from kllm.kernels.operators import Operators
     from kllm.models.interface import KVCache
     from kllm.models.weights.interface import Checkpoint
 
@@ -32,6 +36,8 @@ if TYPE_CHECKING:  # torch is imported when a model is loaded
 DEFAULT_DEPTH = 1
 
 Progress = Callable[[str, float], None]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -97,11 +103,14 @@ def load_engine(
     from kllm.models.loader import load_model
 
     torch.set_num_threads(1)  # thousands of small tensors: a second thread costs more in barriers than it saves
+    operators = get_operators(config.kernels, config.activations)
+    _check_types(config, operators)
     checkpoint = _open_checkpoint(config, source, phases)
     phases.begin("load weights")
-    dtype = getattr(torch, checkpoint.config.get("dtype", "float32") if config.dtype == "auto" else config.dtype)
-    operators = get_operators(config.kernels, config.activations)
-    cpus = sorted(os.sched_getaffinity(0)) if config.bind_threads and hasattr(os, "sched_getaffinity") else []
+    dtype = _dtype(config, checkpoint, operators)
+    # With the cpu operators, float16 goes through torch, as everything does with the others.
+    native = operators.name == "cpu" and dtype != torch.float16
+    cpus = _cpus_to_bind(config) if native else []  # torch's threads would all inherit the one core of their starter
     if operators.name == "cpu":
         use_machine(config.threads or available_cores(), config.instruction_set, cpus)
     model = load_model(
@@ -116,7 +125,7 @@ def load_engine(
     if max_model_len > model.max_model_len:
         raise ValueError(f"max_model_len is {max_model_len}, but the model was made for {model.max_model_len} tokens")
     # The native operators have threads of their own; torch's would only compete with them.
-    torch.set_num_threads(1 if operators.name == "cpu" else config.threads or available_cores())
+    torch.set_num_threads(1 if native else config.threads or available_cores())
     phases.begin("allocate KV cache")
     spec = model.kv_spec(config.block_size)
     spec = msgspec.structs.replace(
@@ -157,6 +166,41 @@ def load_engine(
         kv_spec=spec,
         start_seconds=phases.seconds,
     )
+
+
+def _check_types(config: EngineConfig, operators: Operators) -> None:
+    """Raises ValueError for types that do not go together, before minutes are spent on quantising."""
+    quantises = config.quantization not in ("auto", "none")
+    if operators.name == "cpu" and config.dtype == "float16" and quantises:
+        raise ValueError(
+            f"the cpu operators do not multiply {config.quantization} weights in float16: "
+            "choose --dtype bfloat16 or float32"
+        )
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint, operators: Operators) -> torch.dtype:
+    """Type of weights and activations."""
+    import torch
+
+    if config.dtype != "auto":
+        return _named_dtype(config.dtype)
+    dtype = _named_dtype(checkpoint.config.get("dtype", "float32"))
+    if dtype == torch.float16 and operators.name == "cpu":
+        _log.warning("the checkpoint is float16, which the cpu operators do not have: computing in bfloat16")
+        return torch.bfloat16
+    return dtype
+
+
+def _named_dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _cpus_to_bind(config: EngineConfig) -> list[int]:
+    """The cores that compute threads are bound to; empty: none are bound."""
+    return sorted(os.sched_getaffinity(0)) if config.bind_threads and hasattr(os, "sched_getaffinity") else []
 
 
 def _open_checkpoint(config: EngineConfig, source: ModelSource, phases: Phases) -> Checkpoint:

@@ -62,7 +62,7 @@ class CpuOperators(ReferenceOperators):
         y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype)
         offset = None if bias is None else bias.float()
         product = self._product(matrix, x.dtype)
-        _native.linear(matrix, floats.data_ptr(), x.shape[0], product, y.data_ptr(), NAMES[x.dtype], _address(offset))
+        _native.linear(matrix, floats.data_ptr(), x.shape[0], product, y.data_ptr(), _name(x.dtype), _address(offset))
         return y
 
     def pack_embedding(self, rows: WeightSource, dtype: torch.dtype, head: LinearWeight | None) -> EmbeddingTable:
@@ -124,13 +124,20 @@ class CpuOperators(ReferenceOperators):
             return None
         if not all(layer.gate_up.data.gated for layer in layers):
             return None
-        return NativeDenseStack(shape, layers, embedding, NAMES[shape.dtype], self._int8_products)
+        return NativeDenseStack(shape, layers, embedding, _name(shape.dtype), self._int8_products)
 
     def _product(self, matrix: _native.Matrix, dtype: torch.dtype) -> str:
         """Type of the activations that this matrix is multiplied with."""
         if matrix.format in ("float32", "bfloat16"):
             return matrix.format
-        return "int8" if self._int8_products else NAMES[dtype]
+        return "int8" if self._int8_products else _name(dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    """Raises ValueError for activations that the extension does not have."""
+    if dtype not in NAMES:
+        raise ValueError(f"the cpu operators do not multiply quantised weights in {str(dtype).removeprefix('torch.')}")
+    return NAMES[dtype]
 
 
 def _fill(matrix: _native.Matrix, first: int, part: WeightSource) -> None:

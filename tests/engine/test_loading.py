@@ -1,0 +1,68 @@
+"""What an engine is loaded as: the type it computes in, whose threads do it, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.cpu_kernels import need_instruction_set
+from support.engines import make_engine
+from support.tiny_models import write_tiny_llama
+
+from kllm.engine.loading import Engine
+
+
+@pytest.fixture(autouse=True)
+def own_threads_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Loading sets torch's threads for the whole process, and keeps quantised weights for the next time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def half_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "half"
+    return write_tiny_llama(folder, num_hidden_layers=1, torch_dtype="float16")
+
+
+def cache_dtype(engine: Engine) -> torch.dtype:
+    """The KV cache's type is that of the model."""
+    engine.core.close()
+    return engine.kv_cache["k"][0].dtype
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8", "q8_0", "q4_0", "q4_1"])
+def test_a_float16_checkpoint_is_computed_in_bfloat16_by_the_cpu_operators(
+    half_model: Path, quantization: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    need_instruction_set("avx2")
+    with caplog.at_level(logging.WARNING, "kllm"):
+        engine = make_engine(half_model, kernels="cpu", quantization=quantization, num_kv_blocks=8)
+    assert cache_dtype(engine) == torch.bfloat16
+    assert torch.get_num_threads() == 1
+    assert [record.message for record in caplog.records if "float16" in record.message] == [
+        "the checkpoint is float16, which the cpu operators do not have: computing in bfloat16"
+    ]
+
+
+def test_other_operators_keep_float16(half_model: Path) -> None:
+    assert cache_dtype(make_engine(half_model, kernels="reference", num_kv_blocks=8)) == torch.float16
+
+
+def test_float16_where_asked_for_has_all_threads_of_torch(half_model: Path) -> None:
+    need_instruction_set("avx2")
+    engine = make_engine(half_model, kernels="cpu", dtype="float16", threads=3, bind_threads=True, num_kv_blocks=8)
+    assert cache_dtype(engine) == torch.float16
+    assert torch.get_num_threads() == 3
+
+
+def test_float16_with_quantised_weights_is_refused_before_they_are_quantised(half_model: Path, tmp_path: Path) -> None:
+    need_instruction_set("avx2")
+    with pytest.raises(ValueError, match="int8 weights in float16: choose --dtype bfloat16 or float32"):
+        make_engine(half_model, kernels="cpu", dtype="float16", quantization="int8", num_kv_blocks=8)
+    assert not (tmp_path / "cache").exists()
