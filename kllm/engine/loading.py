@@ -35,6 +35,9 @@ if TYPE_CHECKING:  # torch is imported when a model is loaded
 # On CPUs planning and computing share the cores. `kllm bench throughput --pipeline-depth 2` shows what 2 would do.
 DEFAULT_DEPTH = 1
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""What config.json may name as the type of a model, with or without `torch.` before it."""
+
 Progress = Callable[[str, float], None]
 
 _log = logging.getLogger(__name__)
@@ -184,11 +187,23 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint, operators: Operators) -
 
     if config.dtype != "auto":
         return _named_dtype(config.dtype)
-    dtype = _named_dtype(checkpoint.config.get("dtype", "float32"))
+    dtype = _named_dtype(_checkpoint_dtype(checkpoint))
     if dtype == torch.float16 and operators.name == "cpu":
         _log.warning("the checkpoint is float16, which the cpu operators do not have: computing in bfloat16")
         return torch.bfloat16
     return dtype
+
+
+def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
+    """float32 where the config does not say. Raises WeightError for a type that models are not computed in."""
+    from kllm.models.weights import WeightError
+
+    given = checkpoint.config.get("dtype")
+    name = "float32" if given is None else str(given).removeprefix("torch.")
+    if name not in DTYPES:
+        choices = f"only {', '.join(DTYPES)}"
+        raise WeightError(f"{checkpoint.config_file}: dtype {given!r} is not supported ({choices}); choose by --dtype")
+    return name
 
 
 def _named_dtype(name: str) -> torch.dtype:

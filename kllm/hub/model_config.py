@@ -55,9 +55,9 @@ def normalise_config(config: dict[str, Any]) -> dict[str, Any]:
     """A copy in the new style: `dtype` for torch_dtype; rope_theta, rope_scaling {"type"} and partial_rotary_factor
     become rope_parameters {"rope_type", "rope_theta", ...} (one per kind of layer if the config has several)."""
     config = dict(config)
-    if "torch_dtype" in config:
-        config.setdefault("dtype", config["torch_dtype"])
-        del config["torch_dtype"]
+    dtype = config.pop("torch_dtype", None)
+    if dtype is not None and config.get("dtype") is None:  # null: not said
+        config["dtype"] = dtype
     theta = config.pop("rope_theta", None)
     scaling = config.pop("rope_scaling", None)
     parameters = dict(config.get("rope_parameters") or scaling or {})

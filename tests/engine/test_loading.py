@@ -13,6 +13,7 @@ from support.engines import make_engine
 from support.tiny_models import write_tiny_llama
 
 from kllm.engine.loading import Engine
+from kllm.models.weights import WeightError
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +67,27 @@ def test_float16_with_quantised_weights_is_refused_before_they_are_quantised(hal
     with pytest.raises(ValueError, match="int8 weights in float16: choose --dtype bfloat16 or float32"):
         make_engine(half_model, kernels="cpu", dtype="float16", quantization="int8", num_kv_blocks=8)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"torch_dtype": "torch.bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16", "torch_dtype": None}, torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": None}, torch.float32),
+    ],
+)
+def test_the_type_that_a_config_names_in_its_way(tmp_path: Path, fields: dict[str, str], expected: torch.dtype) -> None:
+    model = write_tiny_llama(tmp_path / "model", num_hidden_layers=1, **fields)
+    assert cache_dtype(make_engine(model, kernels="reference", num_kv_blocks=8)) == expected
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "nn", "float64", "", 16, ["float32"]])
+def test_a_type_that_models_do_not_have_is_refused_unless_another_is_chosen(tmp_path: Path, name: object) -> None:
+    model = write_tiny_llama(tmp_path / "model", num_hidden_layers=1, torch_dtype=name)
+    with pytest.raises(WeightError) as caught:
+        make_engine(model, kernels="reference", num_kv_blocks=8)
+    assert f"{model / 'config.json'}: dtype {name!r} is not supported (only float32, bfloat16" in str(caught.value)
+    chosen = make_engine(model, kernels="reference", dtype="float32", num_kv_blocks=8)
+    assert cache_dtype(chosen) == torch.float32
