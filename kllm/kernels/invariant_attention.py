@@ -10,7 +10,8 @@ chunk it comes in. A pair is one query tile with one key tile:
 
 All pairs are multiplied in one batch of products of one shape. The maximum over key tiles is exact in any order;
 sums are taken within a tile by the product itself (a column of ones) and over tiles in ascending order.
-Masked keys add exact zeros.
+Masked keys add exact zeros: their scores are replaced, and what the cache holds after a row's last token is taken for
+zeros, since blocks come with what their last owner left there and 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class PairGroup:
     pieces int64 [P · KEY_TILE / unit]: where the keys are, in runs of `unit` cached tokens.
     counts: query tiles that have a j-th key tile. ones [P, KEY_TILE, ONES].
     diagonal int64 [n]: each query tile's last pair; hidden bool [n, QUERY_TILE, KEY_TILE]: keys it must not see.
+    stale int64: the places of [P · KEY_TILE] that lie after their row's last token.
     """
 
     queries: torch.Tensor
@@ -49,12 +51,17 @@ class PairGroup:
     ones: torch.Tensor
     diagonal: torch.Tensor
     hidden: torch.Tensor
+    stale: torch.Tensor
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def gather(self, cache: torch.Tensor, name: str, scales: torch.Tensor | None = None) -> torch.Tensor:
-        """[P, KEY_TILE, Hkv, D] in float32, times scales; valid until the next call with this name."""
+        """[P, KEY_TILE, Hkv, D] in float32, times scales, zeros where stale; valid until the next call with this
+        name."""
         entries = self._gather(cache, name).float()
-        return entries if scales is None else entries.mul_(self._gather(scales, f"{name} scales").unsqueeze(-1))
+        if scales is not None:
+            entries.mul_(self._gather(scales, f"{name} scales").unsqueeze(-1))
+        entries.flatten(0, 1).index_fill_(0, self.stale, 0)
+        return entries
 
     def _gather(self, cache: torch.Tensor, name: str) -> torch.Tensor:
         """[P, KEY_TILE, *entry] of cache [blocks, block_tokens, *entry]."""
@@ -194,6 +201,7 @@ def _group(batch: ForwardBatch, tiles: list[_QueryTile]) -> PairGroup:
     position = torch.tensor([tile.index for tile in tiles])[:, None] * QUERY_TILE + torch.arange(QUERY_TILE)
     token = torch.tensor([tile.first_token for tile in tiles])[:, None] + torch.arange(QUERY_TILE)
     inside = (position >= torch.tensor([tile.span_first for tile in tiles])[:, None]) & (position <= last[:, None])
+    diagonal = first_pair[key_tiles - 1] + torch.arange(len(tiles))
     key_position = (key_tiles - 1)[:, None] * KEY_TILE + torch.arange(KEY_TILE)
     pieces = torch.cat([_pieces(batch, rows[:count], last[:count], j) for j, count in enumerate(counts)])
     return PairGroup(
@@ -204,8 +212,9 @@ def _group(batch: ForwardBatch, tiles: list[_QueryTile]) -> PairGroup:
         unit=_unit(batch),
         counts=counts,
         ones=torch.ones(sum(counts), KEY_TILE, ONES),
-        diagonal=first_pair[key_tiles - 1] + torch.arange(len(tiles)),
+        diagonal=diagonal,
         hidden=key_position[:, None, :] > position[:, :, None],
+        stale=(diagonal[:, None] * KEY_TILE + torch.arange(KEY_TILE))[key_position > last[:, None]],
     )
 
 

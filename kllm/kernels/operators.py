@@ -3,8 +3,8 @@
 Letters in shapes: T tokens of the step, H query heads, Hkv key/value heads, D head size, R latent rank of MLA,
 dn / dr / dv its no-position, rotary and value head sizes, E experts, k experts per token, F inner size of an MLP.
 
-A KV cache is a tensor [blocks, block_tokens, ...]. All its entries must be finite (allocate it with zeros):
-entries beyond a row's context are masked, but they do take part in arithmetic.
+A KV cache is a tensor [blocks, block_tokens, ...]. Entries beyond a row's context have no part in its results, whatever
+they are: blocks come with what their last owner left there, which may be NaN.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ rows of one token, sorted by context, in groups of similar length      rows of s
 group   query  [B, H, C]                                               query  [tile, Hkv, G, D]  (128 tokens)
         keys   [B, L, C]  gathered, padded to the longest              keys   [Hkv, L, D]       up to tile end
         mask   [B, 1, L]                                               mask   [tile, tile]       last columns only
+
+What a cache holds after a row's context is not read: blocks come with what their last owner left there, and a NaN
+among it outlives both a mask that is added and a probability of 0.
 """
 
 from __future__ import annotations
@@ -47,20 +50,31 @@ class DecodeGroup:
     contexts: torch.Tensor
     length: int
     whole_batch: bool
+    _outside: torch.Tensor | None = None
     _masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def gather(
         self, cache: torch.Tensor, name: str, dtype: torch.dtype, scales: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[B, L, *entry]; else as Chunk.gather."""
-        entries = _entries(cache, self.blocks, name, self._buffers, dtype, scales)
+        """[B, L, *entry], zeros after a row's context; else as Chunk.gather."""
+        entries = _entries(cache, self.blocks, name, self._buffers, dtype, scales).flatten(0, 1)
+        entries.index_fill_(0, self.outside(), 0)
         return entries.view(self.tokens.shape[0], -1, *cache.shape[2:])
+
+    def outside(self) -> torch.Tensor:
+        """int64: the places of [B · L] that lie after their row's context."""
+        if self._outside is None:
+            self._outside = self._is_outside().flatten().nonzero().squeeze(1)
+        return self._outside
+
+    def _is_outside(self) -> torch.Tensor:
+        return torch.arange(self.length).unsqueeze(0) >= self.contexts.unsqueeze(1)
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
         """[B, 1, L]: 0 within a row's context, -inf after it."""
         if dtype not in self._masks:
-            outside = torch.arange(self.length).unsqueeze(0) >= self.contexts.unsqueeze(1)
+            outside = self._is_outside()
             mask = torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, float("-inf"))
             self._masks[dtype] = mask.unsqueeze(1)
         return self._masks[dtype]

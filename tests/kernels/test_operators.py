@@ -10,6 +10,7 @@ from support.cpu_kernels import need_instruction_set
 from support.reference_math import error, make_batch, naive_attention, naive_mla, shuffled_tables
 
 from kllm.kernels import cpu
+from kllm.kernels.batch import ForwardBatch
 from kllm.kernels.operators import ExpertWeights, LatentWeights, Operators, Rotation
 from kllm.kernels.reference import absorbing_is_cheaper
 from kllm.kernels.reference_attention import StepLayout
@@ -197,6 +198,70 @@ def test_mla_forms_agree_with_the_definition(dtype: torch.dtype, name: str, form
     expected = naive_mla(q_nope, q_rope, cache, weights.key, weights.value, batch, 0.3)
     actual = get_operators(name).mla_attention(q_nope, q_rope, cache, weights, batch, 0.3, form)
     assert error(actual, expected) < TOLERANCE[dtype]
+
+
+def outside_contexts(batch: ForwardBatch, blocks: int) -> torch.Tensor:
+    """bool [blocks, block_tokens]: cached tokens that no row may read; block 0, which pads tables, among them."""
+    outside = torch.ones(blocks * batch.block_tokens, dtype=torch.bool)
+    for row, span in enumerate(batch.spans):
+        slots = batch.tables[row].repeat_interleave(batch.block_tokens) * batch.block_tokens
+        slots += torch.arange(batch.block_tokens).repeat(batch.tables.shape[1])
+        outside[slots[: span.context]] = False
+    return outside.view(blocks, batch.block_tokens)
+
+
+def with_leftovers(cache: torch.Tensor, outside: torch.Tensor, value: float) -> torch.Tensor:
+    left = cache.clone()
+    left[outside] = value
+    return left
+
+
+LEFTOVERS = pytest.mark.parametrize("leftover", [float("nan"), float("inf"), float("-inf")])
+DECODE_ROWS = [(40, 1), (44, 1), (47, 1), (48, 1), (50, 1)]
+BATCHES = pytest.mark.parametrize("rows", [[(2, 1)], DECODE_ROWS, MIXED_ROWS], ids=["one", "decode", "mixed"])
+
+
+@LEFTOVERS
+@BATCHES
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_does_not_read_what_others_left_in_the_cache(
+    ops: Operators, dtype: torch.dtype, rows: list[tuple[int, int]], leftover: float
+) -> None:
+    """A request that overflowed leaves its blocks to the next one, which must not fail for it."""
+    q, k, v, batch = gqa_case(rows, 6, 2, 16, dtype, 16)
+    outside = outside_contexts(batch, len(k))
+    clean, stale = ([with_leftovers(c, outside, x) for c in (k, v)] for x in (0, leftover))
+    expected = ops.attention(q, *clean, batch, 0.25)
+    assert expected.isfinite().all()
+    assert torch.equal(ops.attention(q, *stale, batch, 0.25), expected)
+
+
+@LEFTOVERS
+@BATCHES
+def test_attention_does_not_read_scales_that_others_left(
+    ops: Operators, rows: list[tuple[int, int]], leftover: float
+) -> None:
+    q, k, v, batch = gqa_case(rows, 6, 2, 16, torch.float32, 16)
+    outside = outside_contexts(batch, len(k))
+    (k, k_scales), (v, v_scales) = to_int8(k), to_int8(v)
+    clean, stale = ([with_leftovers(c, outside, x) for c in (k_scales, v_scales)] for x in (0, leftover))
+    expected = ops.attention(q, k, v, batch, 0.25, *clean)
+    assert expected.isfinite().all()
+    assert torch.equal(ops.attention(q, k, v, batch, 0.25, *stale), expected)
+
+
+@LEFTOVERS
+@BATCHES
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mla_does_not_read_what_others_left_in_the_cache(
+    ops: Operators, dtype: torch.dtype, rows: list[tuple[int, int]], leftover: float
+) -> None:
+    q_nope, q_rope, cache, weights, batch = mla_case(rows, dtype)
+    outside = outside_contexts(batch, len(cache))
+    clean, stale = (with_leftovers(cache, outside, x) for x in (0, leftover))
+    expected = ops.mla_attention(q_nope, q_rope, clean, weights, batch, 0.3)
+    assert expected.isfinite().all()
+    assert torch.equal(ops.mla_attention(q_nope, q_rope, stale, weights, batch, 0.3), expected)
 
 
 def test_mla_choice_follows_cost() -> None:
