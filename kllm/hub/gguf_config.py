@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 from kllm.hub.gguf import GGUFFile
@@ -11,6 +12,14 @@ from kllm.hub.source import ModelSourceError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TIED = "output.weight"
+
+# Factors of the rotation's amplitude; llama.cpp applies the first whatever the type of scaling.
+_UNUSED_OF_ANY_SCALING: dict[str, tuple[float, ...]] = {"attn_factor": (1.0,)}
+_UNUSED_OF_YARN: dict[str, tuple[float, ...]] = {
+    "yarn_attn_factor": (1.0,),
+    "yarn_log_multiplier": (0.0,),
+    "yarn_ext_factor": (1.0, -1.0),  # -1: that of the type
+}
 
 
 def translate_config(file: GGUFFile) -> dict[str, Any]:
@@ -74,22 +83,54 @@ def _head_dim(file: GGUFFile, arch: str, default: int) -> int:
 
 
 def _rope(file: GGUFFile, arch: str, head_dim: int) -> dict[str, Any]:
+    """As llama.cpp reads it: a factor without a type means linear, and one of 0 or 1 that nothing is scaled."""
     theta = _short_float(file.get(f"{arch}.rope.freq_base", float, 10000.0))
-    kind = file.get(f"{arch}.rope.scaling.type", str, "none")
+    kind, factor = _rope_scaling(file, arch)
+    _refuse_unused(file, f"{arch}.rope.scaling", _UNUSED_OF_ANY_SCALING)
     if "rope_freqs.weight" in file.tensors:
+        if kind != "none":
+            raise ModelSourceError(f"{file.path}: RoPE scaling {kind!r} on top of rope_freqs.weight is not supported")
         return _llama3_rope(file, theta, head_dim)
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    if kind not in ("linear", "yarn"):
-        raise ModelSourceError(f"{file.path}: RoPE scaling {kind!r} is not supported")
-    factor = _short_float(file.get(f"{arch}.rope.scaling.factor", float))
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
-    if kind == "yarn":
-        context = _positive(file, f"{arch}.context_length")
-        rope["original_max_position_embeddings"] = _positive(
-            file, f"{arch}.rope.scaling.original_context_length", context
-        )
-    return rope
+    return {**rope, **_yarn(file, arch)} if kind == "yarn" else rope
+
+
+def _rope_scaling(file: GGUFFile, arch: str) -> tuple[str, float]:
+    """(type, factor); the factor is 0 where the type is none."""
+    kind = file.get(f"{arch}.rope.scaling.type", str, "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise ModelSourceError(f"{file.path}: RoPE scaling {kind!r} is not supported")
+    old_key = file.get(f"{arch}.rope.scale_linear", float, 0.0)
+    factor = _short_float(file.get(f"{arch}.rope.scaling.factor", float, old_key))
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+        return "none", 0.0
+    if factor == 0.0:
+        raise ModelSourceError(f"{file.path}: RoPE scaling {kind!r} without a factor")
+    return kind, factor
+
+
+def _yarn(file: GGUFFile, arch: str) -> dict[str, Any]:
+    """YaRN's own settings. Those that the rotation here does not have are refused unless they change nothing."""
+    prefix = f"{arch}.rope.scaling"
+    _refuse_unused(file, prefix, _UNUSED_OF_YARN)
+    context = _positive(file, f"{arch}.context_length")
+    yarn: dict[str, Any] = {
+        "original_max_position_embeddings": _positive(file, f"{prefix}.original_context_length", context)
+    }
+    for beta in ("beta_fast", "beta_slow"):
+        if f"{prefix}.yarn_{beta}" in file.metadata:
+            yarn[beta] = _short_float(file.get(f"{prefix}.yarn_{beta}", float))
+    return yarn
+
+
+def _refuse_unused(file: GGUFFile, prefix: str, neutral: Mapping[str, tuple[float, ...]]) -> None:
+    """neutral: of each key, the values that mean the same as no such key; the first is what an absent one is."""
+    for key, values in neutral.items():
+        value = file.get(f"{prefix}.{key}", float, values[0])
+        if value not in values:
+            raise ModelSourceError(f"{file.path}: metadata key {prefix}.{key} is {value:g}, which is not supported")
 
 
 def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:

@@ -113,7 +113,63 @@ def test_rope_scaling(tmp_path, metadata, expected):
     assert opened(path).config["rope_parameters"] == expected
 
 
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 128,
+}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, LINEAR_ROPE),
+        ({"llama.rope.scale_linear": 4.0}, LINEAR_ROPE),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scale_linear": 4.0}, LINEAR_ROPE),
+        ({"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0}, LINEAR_ROPE),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, DEFAULT_ROPE),
+        ({"llama.rope.scaling.factor": 1.0}, DEFAULT_ROPE),
+        ({"llama.rope.scale_linear": 0.0}, DEFAULT_ROPE),
+        ({"llama.rope.scaling.attn_factor": 1.0}, DEFAULT_ROPE),
+    ],
+)
+def test_a_factor_without_a_type_scales_linearly_as_in_llama_cpp(tmp_path, metadata, expected):
+    path = write_tiny_gguf(tmp_path / "m.gguf", metadata=metadata)
+    assert opened(path).config["rope_parameters"] == expected
+
+
+def test_settings_of_yarn_are_read_and_those_that_change_nothing_are_passed_over(tmp_path):
+    prefix = "llama.rope.scaling."
+    neutral = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0, "yarn_ext_factor": -1.0}
+    given = {"yarn_beta_fast": 16.0, "yarn_beta_slow": 0.1, **neutral}
+    metadata = {**YARN, **{prefix + key: value for key, value in given.items()}}
+    rope = opened(write_tiny_gguf(tmp_path / "m.gguf", metadata=metadata)).config["rope_parameters"]
+    assert (rope["factor"], rope["original_max_position_embeddings"]) == (4.0, 128)
+    assert (rope["beta_fast"], rope["beta_slow"]) == (16.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attn_factor", 0.5), ("yarn_attn_factor", 0.5), ("yarn_log_multiplier", 0.1), ("yarn_ext_factor", 0.0)],
+)
+def test_settings_of_yarn_that_would_change_the_rotation_are_refused(tmp_path, key, value):
+    path = write_tiny_gguf(tmp_path / "m.gguf", metadata={**YARN, f"llama.rope.scaling.{key}": value})
+    with pytest.raises(WeightError, match=rf"rope\.scaling\.{key} is {value:g}, which is not supported"):
+        opened(path)
+
+
 WRONG_FILES = {
+    "a factor of the amplitude": ({"metadata": {"llama.rope.scaling.attn_factor": 2.0}}, "attn_factor is 2"),
+    "yarn without a factor": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "'yarn' without a factor"),
+    "two scalings": (
+        {
+            "metadata": {"llama.rope.scaling.factor": 2.0},
+            "tensors": {"rope_freqs.weight": (np.ones(8, dtype=np.float32), "F32")},
+        },
+        "'linear' on top of rope_freqs.weight",
+    ),
     "unknown architecture": ({"arch": "mamba"}, "unknown architecture 'mamba'"),
     "experts": ({"metadata": {"llama.expert_count": 8}}, "experts"),
     "part of a split file": ({"metadata": {"split.count": 3}}, "split GGUF"),
