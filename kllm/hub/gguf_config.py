@@ -13,7 +13,7 @@ from kllm.hub.source import ModelSourceError
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TIED = "output.weight"
 
-# Factors of the rotation's amplitude; llama.cpp applies the first whatever the type of scaling.
+# Mostly factors of the rotation's amplitude. llama.cpp applies attn_factor whatever the type of scaling.
 _UNUSED_OF_ANY_SCALING: dict[str, tuple[float, ...]] = {"attn_factor": (1.0,)}
 _UNUSED_OF_YARN: dict[str, tuple[float, ...]] = {
     "yarn_attn_factor": (1.0,),

@@ -24,7 +24,7 @@ def load(config: ModelConfig, reader: TensorReader, mla_form: MlaForm = "auto") 
     shared_experts = config.integer("n_shared_experts", 0, low=0)
     config.require("moe_layer_freq", (1,), 1)
     bias = config.boolean("attention_bias", False)
-    scaling = read_scaling(config, shape.rope, dims.max_positions)
+    scaling = read_scaling(config, shape.rope)
     scale = (shape.nope + shape.rope) ** -0.5 * scaling.softmax_factor
 
     def read_layer(prefix: str, index: int) -> tuple[Attention, FeedForward]:

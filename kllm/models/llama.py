@@ -15,7 +15,7 @@ def load(config: ModelConfig, reader: TensorReader) -> Decoder:
     dims, shape = read_dimensions(config), read_gqa_shape(config)
     inner = config.integer("intermediate_size")
     attention_bias, mlp_bias = config.boolean("attention_bias", False), config.boolean("mlp_bias", False)
-    scaling = read_scaling(config, shape.head_dim, dims.max_positions)
+    scaling = read_scaling(config, shape.head_dim)
 
     def read_layer(prefix: str, index: int) -> tuple[Attention, FeedForward]:
         attention = read_gqa(reader, f"{prefix}self_attn.", shape, bias=attention_bias, head_norms=False, eps=dims.eps)

@@ -18,7 +18,7 @@ def load(config: ModelConfig, reader: TensorReader) -> Decoder:
     dims, shape = read_dimensions(config), read_gqa_shape(config.with_default("head_dim", DEFAULT_HEAD_DIM))
     inner = config.integer("intermediate_size")
     bias = config.boolean("attention_bias", False)
-    scaling = read_scaling(config, shape.head_dim, dims.max_positions)
+    scaling = read_scaling(config, shape.head_dim)
 
     def read_layer(prefix: str, index: int) -> tuple[Attention, FeedForward]:
         attention = read_gqa(reader, f"{prefix}self_attn.", shape, bias=bias, head_norms=True, eps=dims.eps)

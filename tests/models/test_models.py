@@ -155,6 +155,33 @@ def test_model_says_its_limits_and_reports_progress() -> None:
     assert seen[-1] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("stated", "scaling", "length"),
+    [
+        (160, {"factor": 4.0, "original_max_position_embeddings": 128}, 512),  # Qwen3, as its authors say to extend it
+        (512, {"factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        (600, {"factor": 4.0, "original_max_position_embeddings": 128}, 600),
+        (128, {"factor": 2.5}, 320),
+        (512, {"original_max_position_embeddings": 128}, 512),
+    ],
+)
+def test_yarn_makes_a_model_longer(stated: int, scaling: dict[str, Any], length: int) -> None:
+    checkpoint = llama(max_position_embeddings=stated, rope_scaling={"rope_type": "yarn", **scaling})
+    model = load_model(checkpoint, torch.float32, get_operators("reference"))
+    assert model.max_model_len == length
+    (logits,) = run_rows(model, [[7] * length], [[length]])  # every position can be computed
+    assert logits.isfinite().all()
+
+
+def test_the_length_that_is_stated_does_not_change_yarn() -> None:
+    """Its frequencies come from the original length and the factor alone."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    checkpoints = [llama(max_position_embeddings=stated, rope_scaling=scaling) for stated in (160, 512)]
+    models = [load_model(checkpoint, torch.float32, get_operators("reference")) for checkpoint in checkpoints]
+    short, long = (run_rows(model, [list(range(150))], [[150]])[0] for model in models)
+    assert torch.equal(short, long)
+
+
 def test_untied_head_is_read() -> None:
     checkpoint = llama(tie_word_embeddings=False)
     (untied,) = run_rows(load_model(checkpoint, torch.float32, get_operators()), [[1, 2, 3]], [[3]])
@@ -179,6 +206,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 1e300}}, "factor 1e+300 makes the model longer"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
     ("llama", {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
     ("llama", {"intermediate_size": 256}, "gate_proj.weight has shape"),

@@ -15,7 +15,7 @@ from kllm.kernels.operators import DenseLayer, DenseShape, EmbeddingTable, Opera
 from kllm.models.interface import KVCache
 from kllm.models.layers.gqa import GqaAttention
 from kllm.models.layers.mlp import Mlp
-from kllm.models.layers.rotary import RotaryTable
+from kllm.models.layers.rotary import RotaryTable, read_length
 from kllm.models.layers.tensors import TensorReader
 from kllm.models.model_config import ModelConfig
 
@@ -78,7 +78,7 @@ def read_dimensions(config: ModelConfig, eps: float = 1e-6) -> Dimensions:
         vocab_size=config.integer("vocab_size"),
         hidden=config.integer("hidden_size"),
         layers=config.integer("num_hidden_layers"),
-        max_positions=config.integer("max_position_embeddings"),
+        max_positions=read_length(config),
         eps=config.number("rms_norm_eps", eps),
         tied=config.boolean("tie_word_embeddings", False),
     )

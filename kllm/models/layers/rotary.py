@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kllm.kernels.operators import Rotation
-from kllm.models.model_config import ModelConfig
+from kllm.models.model_config import MAX_INT, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,24 @@ class RotaryTable:
         return Rotation(cos.unsqueeze(1), sin.unsqueeze(1), self.interleaved)
 
 
-def read_scaling(config: ModelConfig, size: int, max_positions: int) -> RopeScaling:
+def read_length(config: ModelConfig) -> int:
+    """The most positions the model is for: max_position_embeddings, or what YaRN stretches the original length to."""
+    stated = config.integer("max_position_embeddings")
+    section, kind = _section(config)
+    if section is None or kind != "yarn":
+        return stated
+    original, factor = _yarn_stretch(section, stated)
+    if original * factor >= MAX_INT:
+        raise section.error("factor", f"{factor:g} makes the model longer than {MAX_INT - 1} tokens")
+    return max(stated, int(original * factor))
+
+
+def read_scaling(config: ModelConfig, size: int) -> RopeScaling:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). size: rotated dimensions.
     Raises WeightError for a type other than default, linear, llama3 and yarn."""
     if size % 2:
         raise config.error("head size", f"must be even to be rotated, got {size}")
-    section = config.section("rope_parameters") or config.section("rope_scaling")
-    kind = "default" if section is None else section.text("rope_type", section.text("type", "default"))
+    section, kind = _section(config)
     theta_source = section if section is not None and section.has("rope_theta") else config
     theta = theta_source.number("rope_theta", 10000.0, low=1.0)
     plain = theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
@@ -61,8 +72,14 @@ def read_scaling(config: ModelConfig, size: int, max_positions: int) -> RopeScal
     if kind == "llama3":
         return RopeScaling(_llama3(section, plain))
     if kind == "yarn":
-        return _yarn(section, plain, theta, max_positions)
+        return _yarn(section, plain, theta, config.integer("max_position_embeddings"))
     raise section.error("rope_type", f"{kind!r} is not supported (only 'default', 'linear', 'llama3', 'yarn')")
+
+
+def _section(config: ModelConfig) -> tuple[ModelConfig | None, str]:
+    """The settings of the rotation, if there are any, and their type."""
+    section = config.section("rope_parameters") or config.section("rope_scaling")
+    return section, "default" if section is None else section.text("rope_type", section.text("type", "default"))
 
 
 def _llama3(section: ModelConfig, plain: torch.Tensor) -> torch.Tensor:
@@ -76,10 +93,15 @@ def _llama3(section: ModelConfig, plain: torch.Tensor) -> torch.Tensor:
     return plain * kept + plain / factor * (1 - kept)
 
 
-def _yarn(section: ModelConfig, plain: torch.Tensor, theta: float, max_positions: int) -> RopeScaling:
+def _yarn_stretch(section: ModelConfig, stated: int) -> tuple[int, float]:
+    """(length before, factor). stated: the config's max_position_embeddings."""
+    original = section.integer("original_max_position_embeddings", stated)
+    return original, section.number("factor", stated / original, low=1.0)
+
+
+def _yarn(section: ModelConfig, plain: torch.Tensor, theta: float, stated: int) -> RopeScaling:
     """YaRN (arXiv 2309.00071): pairs that turn often keep their frequency, others are interpolated."""
-    original = section.integer("original_max_position_embeddings", max_positions)
-    factor = section.number("factor", max_positions / original, low=1.0)
+    original, factor = _yarn_stretch(section, stated)
     size = 2 * plain.shape[0]
 
     def pair_turning(turns: float) -> float:
