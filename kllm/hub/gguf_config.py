@@ -12,6 +12,10 @@ from kllm.hub.source import ModelSourceError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TIED = "output.weight"
+_BIASES = {f"attn_{part}": "attention_bias" for part in ("q", "k", "v", "output")} | {
+    f"ffn_{part}": "mlp_bias" for part in ("gate", "up", "down")
+}
+"""Which flag of the config says that a matrix has a bias."""
 
 # Mostly factors of the rotation's amplitude. llama.cpp applies attn_factor whatever the type of scaling.
 _UNUSED_OF_ANY_SCALING: dict[str, tuple[float, ...]] = {"attn_factor": (1.0,)}
@@ -50,14 +54,25 @@ def translate_config(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": _TIED not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "mlp_bias": arch == "llama" and "blk.0.ffn_gate.bias" in file.tensors,
         "hidden_act": "silu",
         "dtype": "bfloat16",
     }
     for key in ("bos", "eos", "pad"):
         if (token := file.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{key}_token_id"] = token
+    _check_biases(file, config)
     return config
+
+
+def _check_biases(file: GGUFFile, config: dict[str, Any]) -> None:
+    """A bias that the config does not tell of would never be read, and the output be wrong without a word."""
+    for name in file.tensors:
+        stem, _, suffix = name.rpartition(".")
+        if suffix == "bias" and not config.get(_BIASES.get(stem.rpartition(".")[2], ""), False):
+            raise ModelSourceError(
+                f"{file.path}: bias {name} is not supported (only biases of all attention or all MLP matrices together)"
+            )
 
 
 def _positive(file: GGUFFile, key: str, default: int | None = None) -> int:

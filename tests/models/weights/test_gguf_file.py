@@ -160,6 +160,32 @@ def test_settings_of_yarn_that_would_change_the_rotation_are_refused(tmp_path, k
         opened(path)
 
 
+BIAS_OF_ATTENTION = (np.zeros(64, dtype=np.float32), "F32")
+BIAS_OF_MLP = (np.zeros(128, dtype=np.float32), "F32")
+
+
+@pytest.mark.parametrize("name", ["attn_output", "attn_k", "ffn_down", "attn_norm"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_bias_that_would_not_be_read_is_refused(tmp_path, layer, name):
+    path = write_tiny_gguf(tmp_path / "m.gguf", tensors={f"blk.{layer}.{name}.bias": BIAS_OF_ATTENTION})
+    with pytest.raises(WeightError, match=rf"bias blk\.{layer}\.{name}\.bias is not supported"):
+        opened(path)
+
+
+def test_biases_of_one_half_do_not_pass_for_those_of_the_other(tmp_path):
+    tensors = {"blk.0.attn_q.bias": BIAS_OF_ATTENTION, "blk.0.ffn_down.bias": BIAS_OF_ATTENTION}
+    with pytest.raises(WeightError, match=r"ffn_down\.bias is not supported"):
+        opened(write_tiny_gguf(tmp_path / "m.gguf", tensors=tensors))
+
+
+def test_biases_of_all_mlp_matrices_are_told_of_where_the_model_has_them(tmp_path):
+    tensors = {f"blk.0.ffn_{part}.bias": BIAS_OF_MLP for part in ("gate", "up")}
+    tensors["blk.0.ffn_down.bias"] = BIAS_OF_ATTENTION
+    assert opened(write_tiny_gguf(tmp_path / "m.gguf", tensors=tensors)).config["mlp_bias"] is True
+    with pytest.raises(WeightError, match=r"ffn_gate\.bias is not supported"):  # a qwen3 has none
+        opened(write_tiny_gguf(tmp_path / "q.gguf", arch="qwen3", tensors=tensors))
+
+
 WRONG_FILES = {
     "a factor of the amplitude": ({"metadata": {"llama.rope.scaling.attn_factor": 2.0}}, "attn_factor is 2"),
     "yarn without a factor": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "'yarn' without a factor"),
