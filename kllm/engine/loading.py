@@ -123,6 +123,7 @@ def load_engine(
         phases.report,
         kv_dtype=None if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype),
         keep_quantized=config.quantization != "none" and not (config.quantization == "auto" and config.dtype != "auto"),
+        max_model_len=config.max_model_len,
     )
     max_model_len = config.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:

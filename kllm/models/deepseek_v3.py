@@ -36,5 +36,5 @@ def load(config: ModelConfig, reader: TensorReader, mla_form: MlaForm = "auto") 
     if reader.kv_dtype == torch.int8:
         raise WeightError("kv_cache_dtype int8 is for grouped-query attention, this model keeps latents")
     interleaved = config.boolean("rope_interleave", True)
-    rotary = RotaryTable(scaling, dims.max_positions, reader.dtype, interleaved)
+    rotary = RotaryTable(scaling, reader.positions(dims.max_positions), reader.dtype, interleaved)
     return read_decoder(reader, dims, read_layer, rotary, shape.kv_group(dims.layers, dtype_name(reader.kv_dtype)))

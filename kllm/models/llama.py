@@ -21,5 +21,5 @@ def load(config: ModelConfig, reader: TensorReader) -> Decoder:
         attention = read_gqa(reader, f"{prefix}self_attn.", shape, bias=attention_bias, head_norms=False, eps=dims.eps)
         return attention, read_mlp(reader, f"{prefix}mlp.", dims.hidden, inner, mlp_bias)
 
-    rotary = RotaryTable(scaling, dims.max_positions, reader.dtype, interleaved=False)
+    rotary = RotaryTable(scaling, reader.positions(dims.max_positions), reader.dtype, interleaved=False)
     return read_decoder(reader, dims, read_layer, rotary, shape.kv_group(dims.layers, dtype_name(reader.kv_dtype)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from support.engines import make_engine
 from support.tiny_models import write_tiny_llama
 
 from kllm.engine.loading import Engine
+from kllm.kernels.operators import DenseLayer, DenseShape, EmbeddingTable
+from kllm.kernels.reference import ReferenceOperators
 from kllm.models.weights import WeightError
 
 
@@ -91,3 +93,23 @@ def test_a_type_that_models_do_not_have_is_refused_unless_another_is_chosen(tmp_
     assert f"{model / 'config.json'}: dtype {name!r} is not supported (only float32, bfloat16" in str(caught.value)
     chosen = make_engine(model, kernels="reference", dtype="float32", num_kv_blocks=8)
     assert cache_dtype(chosen) == torch.float32
+
+
+@pytest.mark.parametrize(("options", "positions"), [({}, 512), ({"max_model_len": 100}, 100)])
+def test_rotations_are_kept_for_no_more_positions_than_are_run(
+    half_model: Path, options: dict[str, int], positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 262,144 positions would hold 256 MiB of them in every instance."""
+    kept: list[tuple[int, int]] = []
+
+    def look(_: ReferenceOperators, shape: DenseShape, layers: Sequence[DenseLayer], embedding: EmbeddingTable) -> None:
+        kept.append((shape.cos.shape[0], shape.sin.shape[0]))
+
+    monkeypatch.setattr(ReferenceOperators, "dense_stack", look)
+    make_engine(half_model, kernels="reference", num_kv_blocks=8, **options).core.close()
+    assert kept == [(positions, positions)]
+
+
+def test_a_length_beyond_the_model_is_still_refused(half_model: Path) -> None:
+    with pytest.raises(ValueError, match="max_model_len is 513, but the model was made for 512 tokens"):
+        make_engine(half_model, kernels="reference", num_kv_blocks=8, max_model_len=513)

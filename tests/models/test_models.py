@@ -182,6 +182,16 @@ def test_the_length_that_is_stated_does_not_change_yarn() -> None:
     assert torch.equal(short, long)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shorter_run_turns_by_the_same_angles(name: str) -> None:
+    """YaRN's frequencies are those of the model's own length."""
+    short = load_model(MODELS[name], torch.float32, get_operators("reference"), max_model_len=40)
+    assert short.max_model_len == load(name, "reference").max_model_len
+    row = list(range(40))
+    ours, full = (run_rows(model, [row], [[40]])[0] for model in (short, load(name, "reference")))
+    assert torch.equal(ours, full)
+
+
 def test_untied_head_is_read() -> None:
     checkpoint = llama(tie_word_embeddings=False)
     (untied,) = run_rows(load_model(checkpoint, torch.float32, get_operators()), [[1, 2, 3]], [[3]])

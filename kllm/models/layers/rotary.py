@@ -22,7 +22,7 @@ class RopeScaling:
 
 
 class RotaryTable:
-    """Cosines and sines of every position up to the model's length. dtype: of the activations.
+    """Cosines and sines of every position that the model is run for. dtype: of the activations.
 
     cos, sin: float32 [positions, size], see Rotation."""
 

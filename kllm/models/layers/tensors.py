@@ -20,7 +20,8 @@ class TensorReader:
     worth of memory is held twice.
 
     kv_dtype: type of the KV cache, by default dtype. keep_quantized: matrices that the checkpoint keeps in a format
-    the operators take are handed over as they are."""
+    the operators take are handed over as they are. max_model_len: the model is run for no more positions, by default
+    for all that it has."""
 
     def __init__(
         self,
@@ -30,13 +31,19 @@ class TensorReader:
         progress: Progress | None = None,
         kv_dtype: torch.dtype | None = None,
         keep_quantized: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._progress = progress
         self._keep_quantized = keep_quantized
+        self._max_model_len = max_model_len
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.operators = operators
+
+    def positions(self, length: int) -> int:
+        """How many positions a model of this length needs tables for."""
+        return length if self._max_model_len is None else min(length, self._max_model_len)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._checkpoint.get(name, shape, dtype or self.dtype)
