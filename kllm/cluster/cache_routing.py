@@ -16,7 +16,7 @@ FETCH_L2, FETCH_L3 = 0.05, 0.15  # of computing a token: what bringing it up fro
 DECODING = 24.0  # prompt tokens that a request which decodes delays a prompt by
 WORK = 3.0  # own tokens to compute count so often
 DELAY = 0.05  # of computing a token: what it costs each request that is there and has to wait for it
-CROWD = 8.0  # prompt tokens: what each request there costs each other one
+CROWD = 16.0  # prompt tokens: what each request there costs each other one
 NOISE = 0.02  # of the prompt: scores that close are equal, and drawn
 
 
