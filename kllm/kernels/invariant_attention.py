@@ -127,6 +127,7 @@ def _attend_group(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, gro
         torch.bmm(paired[head], keys[:, :, head].transpose(1, 2), out=scores[head])
     _exponentials(scores, group)
 
+    values, spoilt = _without_broken(values, group)
     partial = group.buffer("partial", (*paired.shape[:3], values.shape[3]))
     sums = group.buffer("sums", (*paired.shape[:3], ONES))
     for head in range(kv_heads):
@@ -134,7 +135,22 @@ def _attend_group(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, gro
         torch.bmm(scores[head], group.ones, out=sums[head])
     total, norm = _over_tiles(partial, group.counts), _over_tiles(sums, group.counts)[..., :1]
     result = (total / norm).view(kv_heads, len(group.diagonal), QUERY_TILE, -1, values.shape[3])
+    if spoilt is not None:
+        result.masked_fill_(spoilt, float("nan"))
     return result.permute(1, 2, 0, 3, 4).reshape(-1, q.shape[1], values.shape[3])
+
+
+def _without_broken(values: torch.Tensor, group: PairGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values with zeros for those of diagonal pairs that are not finite, and which queries see one of these: bool
+    [Hkv, n, QUERY_TILE, 1, 1], None where all are finite. 0 times NaN is NaN: left where they are, they would spoil
+    queries before them too."""
+    own = values.index_select(0, group.diagonal)
+    broken = ~own.isfinite().all(dim=-1)  # [n, KEY_TILE, Hkv]
+    if not bool(broken.any()):
+        return values, None
+    own.masked_fill_(broken.unsqueeze(-1), 0)
+    seen = (broken[:, None] & ~group.hidden[..., None]).any(dim=2)
+    return values.index_copy(0, group.diagonal, own), seen.permute(2, 0, 1)[..., None, None]
 
 
 def _exponentials(scores: torch.Tensor, group: PairGroup) -> None:

@@ -264,6 +264,49 @@ def test_mla_does_not_read_what_others_left_in_the_cache(
     assert torch.equal(ops.mla_attention(q_nope, q_rope, stale, weights, batch, 0.3), expected)
 
 
+SPOILT_ROWS = [(0, 7), (20, 150), (37, 1)]  # the second is spoilt
+SPOILT_POSITION = 90
+
+
+def spoil(cache: torch.Tensor, batch: ForwardBatch, value: float) -> torch.Tensor:
+    block = int(batch.tables[1, SPOILT_POSITION // batch.block_tokens])
+    spoilt = cache.clone()
+    spoilt[block, SPOILT_POSITION % batch.block_tokens] = value
+    return spoilt
+
+
+def check_spoilt(actual: torch.Tensor, whole: torch.Tensor, batch: ForwardBatch) -> None:
+    """Nobody but the tokens from the spoilt one on has another bit."""
+    first, end = batch.spans[1].start + SPOILT_POSITION - SPOILT_ROWS[1][0], batch.spans[2].start
+    assert whole.isfinite().all()
+    assert torch.equal(actual[:first], whole[:first])
+    assert torch.equal(actual[end:], whole[end:])
+    assert not actual[first:end].flatten(1).isfinite().all(1).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spoilt", ["keys", "values", "both"])
+def test_a_token_that_is_not_finite_spoils_no_token_before_it(ops: Operators, dtype: torch.dtype, spoilt: str) -> None:
+    """The blocks before it are a prefix that other requests share: they stay in use when this request has failed."""
+    q, k, v, batch = gqa_case(SPOILT_ROWS, 6, 2, 16, dtype, 16)
+    whole = ops.attention(q, k, v, batch, 0.25)
+    keys = k if spoilt == "values" else spoil(k, batch, float("nan"))
+    values = v if spoilt == "keys" else spoil(v, batch, float("nan"))
+    check_spoilt(ops.attention(q, keys, values, batch, 0.25), whole, batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "form"), [("reference", "absorbed"), ("reference", "expanded"), ("invariant", "auto")]
+)
+def test_a_latent_that_is_not_finite_spoils_no_token_before_it(dtype: torch.dtype, name: str, form) -> None:
+    ops = get_operators(name)
+    q_nope, q_rope, cache, weights, batch = mla_case(SPOILT_ROWS, dtype)
+    whole = ops.mla_attention(q_nope, q_rope, cache, weights, batch, 0.3, form)
+    spoilt = spoil(cache, batch, float("nan"))
+    check_spoilt(ops.mla_attention(q_nope, q_rope, spoilt, weights, batch, 0.3, form), whole, batch)
+
+
 def test_mla_choice_follows_cost() -> None:
     weights = LatentWeights(torch.empty(1, 128, 512), torch.empty(1, 128, 512))
     q_rope = torch.empty(1, 1, 64)
