@@ -99,7 +99,7 @@ def test_a_type_that_models_do_not_have_is_refused_unless_another_is_chosen(tmp_
 def test_rotations_are_kept_for_no_more_positions_than_are_run(
     half_model: Path, options: dict[str, int], positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model of 262,144 positions would hold 256 MiB of them in every instance."""
+    """A model of 262,144 positions would hold half a GiB of them in every instance while it loads."""
     kept: list[tuple[int, int]] = []
 
     def look(_: ReferenceOperators, shape: DenseShape, layers: Sequence[DenseLayer], embedding: EmbeddingTable) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cpu_kernels import need_instruction_set
 from support.reference_math import error
 from support.running import DictCheckpoint, run_rows
 from support.tiny_models import LLAMA_CONFIG, llama_weights
 
 from kllm.kernels.registry import get_operators
 from kllm.models.interface import Model
+from kllm.models.layers.rotary import RotaryTable
 from kllm.models.loader import load_model
 from kllm.models.weights.interface import WeightError
 
@@ -190,6 +193,15 @@ def test_a_shorter_run_turns_by_the_same_angles(name: str) -> None:
     row = list(range(40))
     ours, full = (run_rows(model, [row], [[40]])[0] for model in (short, load(name, "reference")))
     assert torch.equal(ours, full)
+
+
+def test_the_rotations_are_not_held_twice() -> None:
+    """The native layers have a copy of their own."""
+    need_instruction_set("avx2")
+    model = load_model(MODELS["llama"], torch.float32, get_operators("cpu"))
+    gc.collect()
+    assert not [held for held in gc.get_objects() if type(held) is RotaryTable]
+    assert run_rows(model, [[1, 2, 3]], [[3]])[0].isfinite().all()
 
 
 def test_untied_head_is_read() -> None:

@@ -107,10 +107,10 @@ class Decoder:
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
-        self._rotary = rotary
         self._kv_group = kv_group
-        dense = self._as_dense(dimensions.hidden)
+        dense = self._as_dense(dimensions.hidden, rotary)
         self._stack = operators.dense_stack(*dense) if dense is not None else None
+        self._rotary = rotary if self._stack is None else None  # a stack has the table, which can be large, as its own
 
     def kv_spec(self, block_tokens: int) -> KVSpec:
         return KVSpec((self._kv_group,), block_tokens)
@@ -119,6 +119,7 @@ class Decoder:
         ops, eps = self._operators, self._eps
         if self._stack is not None:
             return self._stack(tokens, batch, cache)
+        assert self._rotary is not None
         rotation = self._rotary.at(batch.positions)
         x = ops.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
@@ -131,15 +132,15 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._operators.linear(hidden, self._head).float()
 
-    def _as_dense(self, hidden: int) -> tuple[DenseShape, list[DenseLayer], EmbeddingTable] | None:
+    def _as_dense(self, hidden: int, rotary: RotaryTable) -> tuple[DenseShape, list[DenseLayer], EmbeddingTable] | None:
         """The layers as operators take them in one piece, if they are all of that kind."""
         layers = [layer.as_dense() for layer in self._layers]
         dense = [layer for layer in layers if layer is not None]
         first = self._layers[0].attention if self._layers else None
-        if len(dense) < len(layers) or not isinstance(first, GqaAttention) or self._rotary.interleaved:
+        if len(dense) < len(layers) or not isinstance(first, GqaAttention) or rotary.interleaved:
             return None
         shape = first.shape
-        cos, sin = self._rotary.cos, self._rotary.sin
+        cos, sin = rotary.cos, rotary.sin
         heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_dim
         dims = DenseShape(hidden, heads, kv_heads, size, self._eps, cos, sin, self._final_norm, self.dtype)
         return dims, dense, self._embedding
