@@ -15,7 +15,7 @@ from kllm.request import Request
 FETCH_L2, FETCH_L3 = 0.05, 0.15  # of computing a token: what bringing it up from below costs
 DECODING = 24.0  # prompt tokens that a request which decodes delays a prompt by
 WORK = 3.0  # own tokens to compute count so often
-DELAY = 0.05  # of computing a token: what it costs each request that is there and has to wait for it
+DELAY = 0.02  # of computing a token: what it costs each request that is there and has to wait for it
 CROWD = 16.0  # prompt tokens: what each request there costs each other one
 NOISE = 0.02  # of the prompt: scores that close are equal, and drawn
 
