@@ -109,6 +109,9 @@ class ZmqPeers:
             return
         self._socket.close()
         if self._guard is not None:
+            # It may have asked to be told of its socket in this very turn of the loop: libuv ends the process when it
+            # finds the descriptor closed.
+            asyncio.get_running_loop().remove_reader(int(self._guard.zap_socket.getsockopt(zmq.FD)))
             self._guard.stop()
         self._context.term()
 

@@ -168,6 +168,26 @@ def test_only_who_has_the_key_gets_in(run: Run, here: FleetKey | None, there: Fl
     run(main())
 
 
+@pytest.mark.parametrize("turn", range(12))
+def test_closing_while_gateways_are_let_in_harms_nobody(run: Run, tmp_path: Path, turn: int) -> None:
+    """libuv ends the process when a descriptor that it was to watch has been closed."""
+
+    async def main() -> None:
+        peers = ZmqPeers(f"ipc://{tmp_path}/peers", KEY)
+        gateways = [dial_instance(peers.address, KEY) for _ in range(3)]
+        for gateway in gateways:
+            gateway.send(Ping())
+        for _ in range(1 + turn % 3):
+            await peers.recv()
+        for _ in range(turn // 3):
+            await asyncio.sleep(0)
+        for gateway in gateways:
+            gateway.close()
+        peers.close()
+
+    run(main())
+
+
 def test_who_knows_only_the_public_key_does_not_get_in(run: Run) -> None:
     async def main() -> None:
         peers = ZmqPeers("tcp://127.0.0.1:*", KEY)
