@@ -16,7 +16,9 @@ from support.mooncake_master import MooncakeMaster
 from kllm.cache.stores.inspection import verify
 
 PROMPTS = 12
-FLAGS = ("--threads", "1", "--dtype", "float32", "--kernels", "invariant", "--fetch", "always")
+# A busy disk must not make a request go on without what is stored: hits are counted here.
+PATIENT = ("--fetch", "always", "--fetch-base-s", "30")
+FLAGS = ("--threads", "1", "--dtype", "float32", "--kernels", "invariant", *PATIENT)
 SMALL = ("--num-kv-blocks", "60", "--l2-memory", "8MiB")
 
 
