@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # torch is imported when a model is loaded
 
     from kllm.engine.runner import ModelRunner
     from kllm.kernels.operators import Operators
-    from kllm.models.interface import KVCache
+    from kllm.models.interface import KVCache, Model
     from kllm.models.weights.interface import Checkpoint
 
 # On CPUs planning and computing share the cores. `kllm bench throughput --pipeline-depth 2` shows what 2 would do.
@@ -103,7 +103,6 @@ def load_engine(
     from kllm.engine.runner import ModelRunner
     from kllm.engine.sampler.sampler import Sampler
     from kllm.kernels.registry import get_operators, use_machine
-    from kllm.models.loader import load_model
 
     torch.set_num_threads(1)  # thousands of small tensors: a second thread costs more in barriers than it saves
     operators = get_operators(config.kernels, config.activations)
@@ -116,15 +115,7 @@ def load_engine(
     cpus = _cpus_to_bind(config) if native else []  # torch's threads would all inherit the one core of their starter
     if operators.name == "cpu":
         use_machine(config.threads or available_cores(), config.instruction_set, cpus)
-    model = load_model(
-        checkpoint,
-        dtype,
-        operators,
-        phases.report,
-        kv_dtype=None if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype),
-        keep_quantized=config.quantization != "none" and not (config.quantization == "auto" and config.dtype != "auto"),
-        max_model_len=config.max_model_len,
-    )
+    model = _load_model(config, checkpoint, dtype, operators, phases)
     max_model_len = config.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ValueError(f"max_model_len is {max_model_len}, but the model was made for {model.max_model_len} tokens")
@@ -217,6 +208,24 @@ def _named_dtype(name: str) -> torch.dtype:
 def _cpus_to_bind(config: EngineConfig) -> list[int]:
     """The cores that compute threads are bound to; empty: none are bound."""
     return sorted(os.sched_getaffinity(0)) if config.bind_threads and hasattr(os, "sched_getaffinity") else []
+
+
+def _load_model(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, operators: Operators, phases: Phases
+) -> Model:
+    import torch
+
+    from kllm.models.loader import load_model
+
+    return load_model(
+        checkpoint,
+        dtype,
+        operators,
+        phases.report,
+        kv_dtype=None if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype),
+        keep_quantized=config.quantization != "none" and not (config.quantization == "auto" and config.dtype != "auto"),
+        max_model_len=config.max_model_len,
+    )
 
 
 def _open_checkpoint(config: EngineConfig, source: ModelSource, phases: Phases) -> Checkpoint:

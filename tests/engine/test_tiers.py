@@ -163,10 +163,12 @@ def test_no_tier_touches_bytes_on_the_step_thread(model: Path, tmp_path: Path, m
         return call
 
     options: dict[str, Any] = {"l2_memory": "320KiB", "l3": str(tmp_path / "store"), "fetch": "always"}
-    incarnation = Incarnation(model, num_kv_blocks=20, **options)
+    options |= {"num_kv_blocks": 20, "fetch_base_s": 30.0}  # it waits, however busy the disk is
+    first, second = Incarnation(model, **options), Incarnation(model, **options)
     for name in ("preadv", "pwritev", "writev", "fdatasync"):
         monkeypatch.setattr(os, name, watched(name, getattr(os, name)))
     monkeypatch.setattr(TensorPageMover, "_copy", watched("copy", TensorPageMover._copy))
-    asyncio.run(incarnation.run(2 * [prompts(3)]))
+    for incarnation in (first, second):  # the second finds what the first has stored
+        asyncio.run(incarnation.run([prompts(3)]))
     assert {"preadv", "fdatasync", "copy"} <= set(threads)
     assert not [name for name, idents in threads.items() if threading.get_ident() in idents]
