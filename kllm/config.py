@@ -74,7 +74,9 @@ class EngineConfig(Config):
         "auto is as shipped (a GGUF's blocks stay packed), or none where dtype is given.",
     )
     activations: Literal["auto", "int8", "float"] = Field(
-        "auto", description="What quantised weights are multiplied with; auto is int8 where the operators have it."
+        "auto",
+        description="What quantised weights and an int8 KV cache are multiplied with; auto is int8 where the "
+        "operators have it.",
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         "auto", description="Type of the KV cache; auto is dtype. int8 has a scale for every token and head."

@@ -58,7 +58,7 @@ inline float* out_of(const AttentionTask& task, int query, int head) {
 }
 
 // A pass: as many queries and KV heads as the workspace holds. Rows are ordered by KV head, query, head of the group.
-template <Type kType>
+template <Type kType, bool kExact>
 class Attention {
  public:
   explicit Attention(const AttentionTask& task)
@@ -116,7 +116,7 @@ class Attention {
       work_.limits[row] = context_ + query;
       const float* q = task_.q + (size_t)(task_.token + first + query) * task_.q_stride +
                        (size_t)query_head(row) * task_.head_dim;
-      put_query<kType>(work_, row, q, task_.head_dim, dims_, task_.scale);
+      put_query<kType, kExact>(work_, row, q, task_.head_dim, dims_, task_.scale);
     }
   }
 
@@ -130,7 +130,7 @@ class Attention {
       builder.advance();
       for (int i = 0; i < heads_; ++i) {
         builder.select(i);
-        RowsOfTile<kType>{work_, dims_, start, i * rows_, sums_[i], builder}.attend(first_row(start), rows_);
+        RowsOfTile<kType, kExact>{work_, dims_, start, i * rows_, sums_[i], builder}.attend(first_row(start), rows_);
       }
     }
   }
@@ -150,9 +150,9 @@ inline size_t attention_scratch(int group, int head_dim, Type cache_type) {
 
 inline void attention(const AttentionTask& task) {
   switch (task.cache_type) {
-    case Type::kF32: return Attention<Type::kF32>(task).run();
-    case Type::kBF16: return Attention<Type::kBF16>(task).run();
-    case Type::kI8: return Attention<Type::kI8>(task).run();
+    case Type::kF32: return Attention<Type::kF32, true>(task).run();
+    case Type::kBF16: return Attention<Type::kBF16, true>(task).run();
+    case Type::kI8: return task.exact ? Attention<Type::kI8, true>(task).run() : Attention<Type::kI8, false>(task).run();
   }
 }
 

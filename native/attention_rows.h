@@ -2,7 +2,7 @@
 //
 //   float32 cache    all in float32
 //   bfloat16 cache   q and probabilities rounded to bfloat16, products summed in float32
-//   int8 cache       with AVX-512: q and probabilities as two bytes each, products exact; else as float32
+//   int8 cache       with AVX-512: q and probabilities as bytes, one or (`exact`) two each; else as float32
 #pragma once
 
 #include "kv_tile.h"
@@ -48,7 +48,7 @@ struct Workspace {
   int capacity;     // KV heads times queries that a pass has room for
   uint8_t* q;       // [rows] padded queries, as the product wants them
   float* scales;    // [rows] of the scores, log2(e) included
-  int32_t* starts;  // [rows, 2] int8 cache: of the sums of q times bytes, for their being unsigned
+  int32_t* starts;  // [rows, bytes] int8 cache: of the sums of q times bytes, for their being unsigned
   int* limits;      // [rows] context
   Sums part, whole;
   float* scores;    // [kRowBlock, 64]
@@ -72,8 +72,9 @@ struct Workspace {
     p = carver.take<uint8_t>(kRowBlock * kTileKeys * 4);
     tile.keys = carver.take<uint8_t>(dims * kTileKeys * 4);
     tile.values = carver.take<uint8_t>(dims * kTileKeys * 4);
-    tile.key_scales = carver.take<float>(kTileKeys);
-    tile.value_scales = carver.take<float>(kTileKeys);
+    for (float** scales : {&tile.key_scales, &tile.value_scales, &tile.value_logs, &tile.value_inverses}) {
+      *scales = carver.take<float>(kTileKeys);
+    }
     tile.copies = carver.take<uint8_t>(2 * kTileKeys * dims * size_of(type));
     tile.blank = carver.take<uint8_t>(dims * size_of(type));
     bytes = carver.bytes();
@@ -82,8 +83,9 @@ struct Workspace {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// q [head_dim] as two rows of bytes: q = scale (high + low / 254) to 1 / 254 of what one row gives.
-inline void put_split_query(const Workspace& work, int row, const float* q, int head_dim, int dims, float scale) {
+// q [head_dim] as rows of bytes, kBytes of them: q = scale (high + low / 254), to 1 / 254 of what one row gives.
+template <int kBytes>
+inline void put_byte_query(const Workspace& work, int row, const float* q, int head_dim, int dims, float scale) {
   vf peak = zero();
   auto at = [&](int i) {
     const int left = head_dim - i;
@@ -92,24 +94,24 @@ inline void put_split_query(const Workspace& work, int row, const float* q, int 
   for (int i = 0; i < dims; i += kLanes) peak = max(peak, abs(at(i)));
   const float unit = top(peak) / 127.0f;
   const vf inverse = set1(unit > 0 ? 1.0f / unit : 0.0f);
-  int8_t* high = (int8_t*)work.q + (size_t)row * 2 * dims;
+  int8_t* bytes = (int8_t*)work.q + (size_t)row * kBytes * dims;
   vi sums[2] = {izero(), izero()};
   for (int i = 0; i < dims; i += kLanes) {
     vf x = min(max(at(i) * inverse, set1(-127.0f)), set1(127.0f)), whole = round(x);
     vi parts[2] = {to_int(whole), to_int((x - whole) * set1(254.0f))};
-    for (int part = 0; part < 2; ++part) {
-      store_i8(high + part * dims + i, parts[part]);
+    for (int part = 0; part < kBytes; ++part) {
+      store_i8(bytes + part * dims + i, parts[part]);
       sums[part] = sums[part] + parts[part];
     }
   }
   work.scales[row] = scale * kLog2E * unit;
-  for (int part = 0; part < 2; ++part) work.starts[row * 2 + part] = -128 * isum(sums[part]);
+  for (int part = 0; part < kBytes; ++part) work.starts[row * kBytes + part] = -128 * isum(sums[part]);
 }
 
-template <Type kType>
+template <Type kType, bool kExact>
 inline void put_query(const Workspace& work, int row, const float* q, int head_dim, int dims, float scale) {
   constexpr int kDepth = CacheTraits<kType>::KeyDot::kDepth;
-  if constexpr (kDepth == 4) return put_split_query(work, row, q, head_dim, dims, scale);
+  if constexpr (kDepth == 4) return put_byte_query<kExact ? 2 : 1>(work, row, q, head_dim, dims, scale);
   work.scales[row] = scale * kLog2E;
   uint8_t* to = work.q + (size_t)row * dims * 4 / kDepth;
   for (int i = 0; i < dims; i += kLanes) {
@@ -124,17 +126,19 @@ inline void put_query(const Workspace& work, int row, const float* q, int head_d
 }
 
 // The rows of one KV head and what they do with its tile. Rows are counted from the head's first in `sums`, and from
-// `base` in the workspace.
-template <Type kType>
+// `base` in the workspace. kExact: of an int8 cache, two bytes of q and of probabilities instead of one.
+template <Type kType, bool kExact>
 struct RowsOfTile {
   using KeyDot = typename CacheTraits<kType>::KeyDot;
   using ValueDot = typename CacheTraits<kType>::ValueDot;
-  static constexpr bool kRounded = kType == Type::kBF16;
-  static constexpr bool kScaled = kType == Type::kI8;
   using Cache = CacheLines<kType>;
   static constexpr int kDepth = KeyDot::kDepth;
-  static constexpr bool kSplit = kDepth == 4;     // each row is two rows of bytes
-  static constexpr int kProducts = kSplit ? 2 : 1;
+  static constexpr bool kBytes = kDepth == 4;                        // rows are bytes
+  static constexpr int kProducts = kBytes && kExact ? 2 : 1;         // rows of bytes that make one
+  static constexpr float kTopByte = kProducts == 2 ? 65280 : 255;    // of probabilities
+  static constexpr float kTopLog = kProducts == 2 ? 15.994353437f : 7.994353437f;  // log2 of it
+  static constexpr bool kCoarse = kDepth == 2 || (kBytes && !kExact);
+  static constexpr bool kScaled = kType == Type::kI8;
   static constexpr int kBlock = kRowBlock / kProducts;
   static constexpr size_t kPStride = kTileKeys * 4 / kDepth;
 
@@ -182,13 +186,19 @@ struct RowsOfTile {
   void attend_rows(int row) const {
     const int keys = visible(row + kRows - 1);
     score<kRows, kDirect>(row, (keys + kLanes - 1) / kLanes);
-    float units[kRows], factors[kRows];
-    for (int r = 0; r < kRows; ++r) factors[r] = softmax(row + r, r, units[r]);
-    float* out = sums.weighted + (size_t)row * dims;
-    if constexpr (kSplit) {
-      weigh<kRows, kDirect>(keys, AddSplitInts{out, (size_t)dims, factors, units});
+    Maxima maxima;
+    if (visible(row) == kTileKeys) {
+      softmax<kRows, false>(row, maxima);
     } else {
-      weigh<kRows, kDirect>(keys, AddFloats{{out, (size_t)dims}, factors});
+      softmax<kRows, true>(row, maxima);
+    }
+    float* out = sums.weighted + (size_t)row * dims;
+    if constexpr (kProducts == 2) {
+      weigh<kRows, kDirect>(keys, AddSplitInts{out, (size_t)dims, maxima.factors, maxima.gains});
+    } else if constexpr (kBytes) {
+      weigh<kRows, kDirect>(keys, AddInts{out, (size_t)dims, maxima.factors, maxima.gains});
+    } else {
+      weigh<kRows, kDirect>(keys, AddFloats{{out, (size_t)dims}, maxima.factors});
     }
   }
 
@@ -213,8 +223,9 @@ struct RowsOfTile {
   void score(int row, int lines) const {
     const size_t stride = (size_t)dims * 4 / kDepth;
     const TileRows q{work.q + (size_t)(base + row) * kProducts * stride, stride};
-    if constexpr (kSplit) {
-      score_to<kRows, kDirect>(q, lines, SetInts{(int32_t*)work.scores, kTileKeys, work.starts + (base + row) * 2});
+    if constexpr (kBytes) {
+      const int32_t* starts = work.starts + (base + row) * kProducts;
+      score_to<kRows, kDirect>(q, lines, SetInts{(int32_t*)work.scores, kTileKeys, starts});
     } else {
       score_to<kRows, kDirect>(q, lines, SetFloats{work.scores, kTileKeys});
     }
@@ -260,60 +271,90 @@ struct RowsOfTile {
     ahead.ask(ahead.lines() + 64);
   }
 
-  float softmax(int row, int slot, float& unit) const {
-    switch ((visible(row) + kLanes - 1) / kLanes) {
-      case 4: return softmax_of<4>(row, slot, unit);
-      case 3: return softmax_of<3>(row, slot, unit);
-      case 2: return softmax_of<2>(row, slot, unit);
-      default: return softmax_of<1>(row, slot, unit);
+  // From scores to probabilities, as the next product wants them. Afterwards maxima.factors are what the sums so far
+  // are multiplied with and, of bytes, maxima.gains what one of them is worth.
+  template <int kRows, bool kSomeMasked>
+  KLLM_APART void softmax(int row, Maxima& maxima) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) maxima.tile[r] = top(exponents<kSomeMasked>(row + r, r));
+    maxima.raise(sums.maximum + row, kRows);
+    if constexpr (kBytes) store(maxima.gains, load(maxima.gains) * set1(1 / kTopByte));
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      float* total = sums.total + (size_t)(row + r) * kLanes;
+      if constexpr (kBytes) {
+        const vf seen = byte_probabilities(r, set1(maxima.tile[r] - kTopLog));
+        store(total, fma(load(total), set1(maxima.factors[r]), seen * set1(maxima.gains[r])));
+      } else {
+        store(total, fma(load(total), set1(maxima.factors[r]), probabilities(r, set1(maxima.after[r]))));
+      }
     }
   }
 
-  // From scores to the probabilities of one row. unit: what one of them is worth, if they are bytes.
-  template <int kLines>
-  float softmax_of(int row, int slot, float& unit) const {
-    const int keys = visible(row);
-    vf p[kLines];
-    for (int i = 0; i < kLines; ++i) p[i] = score_line(slot, i);
-    const float factor = softmax_lines<kLines, kRounded>(p, keys, work.scales[base + row],
-                                                         kScaled ? work.tile.key_scales : nullptr,
-                                                         {sums.maximum + row, sums.total + row * kLanes});
-    if constexpr (kScaled) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kLines; ++i) p[i] = p[i] * load(work.tile.value_scales + i * kLanes);
-    }
-    vf inverse = zero();
-    if constexpr (kSplit) {
-      vf peak = p[0];
-#pragma GCC unroll 4
-      for (int i = 1; i < kLines; ++i) peak = max(peak, p[i]);
-      unit = top(peak) / 65500.0f;  // below 2^16, rounding included
-      inverse = set1(unit > 0 ? 1.0f / unit : 0.0f);
-    }
+  float* line_of(int slot, int line) const { return work.scores + slot * kProducts * kTileKeys + line * kLanes; }
+
+  // Scores to exponents of two in their place. Of bytes that of the value's scale is included, so that the largest
+  // exponent belongs to the largest weight. Returns the largest of every lane.
+  template <bool kSomeMasked>
+  KLLM_INLINE vf exponents(int row, int slot) const {
+    const vf scale = set1(work.scales[base + row]);
+    vf peak = set1(kMasked);
 #pragma GCC unroll 4
     for (int i = 0; i < kKeyLines; ++i) {
-      put_probabilities(slot, i, i < kLines ? p[i < kLines ? i : 0] : zero(), inverse);
+      vf x = score_line(slot, i);
+      if constexpr (kScaled) x = x * load(work.tile.key_scales + i * kLanes);
+      x = kBytes ? fma(x, scale, load(work.tile.value_logs + i * kLanes)) : x * scale;
+      if constexpr (kSomeMasked) x = first_n(x, visible(row) - i * kLanes, set1(kMasked));
+      store(line_of(slot, i), x);
+      peak = max(peak, x);
     }
-    return factor;
+    return peak;
   }
 
   KLLM_INLINE vf score_line(int slot, int line) const {
-    const float* scores = work.scores + slot * kProducts * kTileKeys + line * kLanes;
-    if constexpr (!kSplit) return load(scores);
+    const float* scores = line_of(slot, line);
+    if constexpr (!kBytes) return load(scores);
     const int32_t* sums = (const int32_t*)scores;
+    if constexpr (kProducts == 1) return to_float(iload(sums));
     return fma(to_float(iload(sums + kTileKeys)), set1(1.0f / 254), to_float(iload(sums)));
   }
 
-  KLLM_INLINE void put_probabilities(int slot, int line, vf p, [[maybe_unused]] vf inverse) const {
-    uint8_t* to = work.p + slot * kProducts * kPStride;
-#if defined(__AVX512F__)
-    if constexpr (kSplit) return split_bytes(to_int(p * inverse), to + kPStride + line * kLanes, to + line * kLanes);
-#endif
-    if constexpr (kDepth == 2) {
-      store_bf16((uint16_t*)to + line * kLanes, p);
-    } else {
-      store((float*)to + line * kLanes, p);
+  // 2^(exponents - of), for the next product. Returns their sum in every lane.
+  KLLM_INLINE vf probabilities(int slot, vf of) const {
+    uint8_t* to = work.p + slot * kPStride;
+    vf p[kKeyLines];
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeyLines; ++i) {
+      p[i] = power2<kCoarse>(load(line_of(slot, i)) - of);
+      const vf weight = kScaled ? p[i] * load(work.tile.value_scales + i * kLanes) : p[i];
+      if constexpr (kDepth == 2) {
+        store_bf16((uint16_t*)to + i * kLanes, weight);
+      } else {
+        store((float*)to + i * kLanes, weight);
+      }
     }
+    return (p[0] + p[1]) + (p[2] + p[3]);
+  }
+
+  // The same as bytes; in the sum, values have no scale.
+  KLLM_INLINE vf byte_probabilities(int slot, vf of) const {
+    uint8_t* to = work.p + slot * kProducts * kPStride;
+    vi p[kKeyLines];
+    vf seen[2] = {zero(), zero()};
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeyLines; ++i) {
+      const vf x = power2<kCoarse>(load(line_of(slot, i)) - of);
+      seen[i % 2] = fma(x, load(work.tile.value_inverses + i * kLanes), seen[i % 2]);
+      p[i] = to_int(x);
+    }
+#if defined(__AVX512F__)
+    if constexpr (kProducts == 2) {
+      for (int i = 0; i < kKeyLines; ++i) split_bytes(p[i], to + kPStride + i * kLanes, to + i * kLanes);
+    } else {
+      wstore(to, join_bytes(p));
+    }
+#endif
+    return seen[0] + seen[1];
   }
 };
 

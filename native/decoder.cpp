@@ -98,6 +98,7 @@ AttentionTask Decoder::attention_over(const Step& step, const LayerCache& cache,
   task.kv_heads = shape_.kv_heads;
   task.head_dim = shape_.head_dim;
   task.scale = 1.0f / std::sqrt((float)shape_.head_dim);
+  task.exact = !shape_.int8_products;
   return task;
 }
 

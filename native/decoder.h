@@ -23,7 +23,7 @@ struct DecoderShape {
   int hidden, heads, kv_heads, head_dim;
   float eps;
   Type product;        // activations of float matrices: kF32 or kBF16
-  bool int8_products;  // quantised matrices meet int8 activations
+  bool int8_products;  // quantised matrices meet int8 activations, an int8 cache q and probabilities of one byte
 };
 
 struct DecoderLayer {

@@ -89,6 +89,7 @@ struct AttentionTask {
   // The row that this thread is likely to take next, or null: the memory of its first keys is asked for in time.
   const int64_t* next_table;
   int next_context;
+  bool exact;                // int8 cache: q and probabilities count as two bytes, else as one
 };
 
 // Rows [row, row_end) of q and k turned by their positions, k and v written to the cache.

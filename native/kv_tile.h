@@ -55,7 +55,9 @@ struct KvTile {
   uint8_t* keys;
   uint8_t* values;
   float* key_scales;    // int8 cache: [64], of the scores
-  float* value_scales;  // int8 cache: [64]
+  float* value_scales;  // int8 cache: [64], and their logarithms to base 2 and inverses
+  float* value_logs;
+  float* value_inverses;
   uint8_t* copies;      // [2, 64] padded entries, for head sizes that are not whole lines
   uint8_t* blank;       // one padded entry of zeros
 };
@@ -296,6 +298,13 @@ class TileBuilder {
       tile_.value_scales[i] = task_.v_scales[entries[i] + head];
     }
     for (int i = count; i < kTileKeys; ++i) tile_.key_scales[i] = tile_.value_scales[i] = 0.0f;
+#if defined(__AVX512F__)
+    for (int i = 0; i < kTileKeys; i += kLanes) {
+      const vf scale = max(load(tile_.value_scales + i), set1(1e-30f));  // a value of zeros has none, and counts
+      store(tile_.value_logs + i, log2(scale));
+      store(tile_.value_inverses + i, set1(1.0f) / scale);
+    }
+#endif
   }
 
   const AttentionTask& task_;

@@ -73,7 +73,7 @@ void linear(const Matrix& matrix, Address x, int rows, const std::string& produc
 // q, out float [tokens, heads, head_dim]; spans int64 [rows, 3]; see AttentionTask for the rest.
 void attention(Address q, Address out, Address k_cache, Address v_cache, Address k_scales, Address v_scales,
                const std::string& cache_type, Address tables, int table_width, Address spans, int rows, int block_tokens,
-               int heads, int kv_heads, int head_dim, float scale) {
+               int heads, int kv_heads, int head_dim, float scale, bool exact) {
   Turn turn;
   static thread_local Scratch scratch;
   AttentionTask task{};
@@ -90,6 +90,7 @@ void attention(Address q, Address out, Address k_cache, Address v_cache, Address
   task.kv_heads = kv_heads;
   task.head_dim = head_dim;
   task.scale = scale;
+  task.exact = exact;
   scratch.reserve(pool().threads(), kernels().attention_scratch(heads / kv_heads, head_dim, task.cache_type));
   AttentionPlan plan;
   plan.all_tokens((const Span*)spans, rows, kv_heads);
@@ -187,7 +188,8 @@ NB_MODULE(_native, m) {
 
   m.def("linear", &linear, "matrix"_a, "x"_a, "rows"_a, "product"_a, "y"_a, "y_type"_a, "bias"_a);
   m.def("attention", &attention, "q"_a, "out"_a, "k_cache"_a, "v_cache"_a, "k_scales"_a, "v_scales"_a, "cache_type"_a,
-        "tables"_a, "table_width"_a, "spans"_a, "rows"_a, "block_tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a);
+        "tables"_a, "table_width"_a, "spans"_a, "rows"_a, "block_tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a,
+        "exact"_a);
 
   nb::class_<Decoder>(m, "Decoder", "All layers of a dense decoder; see native/decoder.h.")
       .def("__init__",

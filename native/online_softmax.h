@@ -11,16 +11,16 @@
 namespace kllm::KLLM_ISA {
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();  // maximum of no keys
+constexpr float kMasked = -1e30f;  // score of a key that is not seen: finite, so that its power is 0 and never NaN
 
-// 2^x for x <= 0, 1 at 0. Minimax polynomials of 2^r on [-1/2, 1/2]: relative error 9e-8, or 3e-6 where results are
-// rounded to bfloat16 anyway.
+// 2^x for x <= 0, 1 at 0. Minimax polynomials of 2^r on [-1/2, 1/2]: relative error 9e-8, or 1e-4 where results are
+// rounded to bfloat16 or bytes anyway.
 template <bool kCoarse>
 KLLM_INLINE vf power2(vf x) {
   vf n = round(x), r = x - n, p;
   if constexpr (kCoarse) {
-    p = fma(set1(9.582852466e-03f), r, set1(5.590642550e-02f));
-    p = fma(p, r, set1(2.402409863e-01f));
-    p = fma(p, r, set1(6.931241933e-01f));
+    p = fma(set1(5.500892866e-02f), r, set1(2.422109601e-01f));
+    p = fma(p, r, set1(6.932829276e-01f));
   } else {
     p = fma(set1(1.326472640e-03f), r, set1(9.671512697e-03f));
     p = fma(p, r, set1(5.550733746e-02f));
@@ -36,45 +36,28 @@ inline float power2_of(float x) {
   return lanes[0];
 }
 
-// What the sums so far are multiplied with when the maximum rises from `before` to `after`.
+// What sums so far are multiplied with when the maximum rises from `before` to `after`.
 inline float rescaling(float before, float after) {
   return before == after ? 1.0f : before == kNone ? 0.0f : power2_of(before - after);
 }
+// The same of sixteen rows, whose `after` are not kNone.
+KLLM_INLINE vf rescalings(vf before, vf after) { return power2<false>(max(before - after, set1(-200.0f))); }
 
-struct RowSums {
-  float* maximum;  // one value
-  float* total;    // [16]
+// Sixteen rows' maxima: before and after a tile, and what sums of before and of the tile are multiplied with.
+struct Maxima {
+  alignas(64) float tile[kLanes] = {};
+  alignas(64) float after[kLanes];
+  alignas(64) float factors[kLanes];
+  alignas(64) float gains[kLanes];
+
+  // maximum: of rows [0, count), raised by those of the tile.
+  KLLM_INLINE void raise(float* maximum, int count) {
+    const vf was = load_n(maximum, count), here = load(tile), now = max(was, here);
+    store_n(maximum, now, count);
+    store(after, now);
+    store(factors, rescalings(was, now));
+    store(gains, rescalings(here, now));
+  }
 };
-
-// One row and tile: p, scores at first, of which `visible` count, become probabilities relative to the new maximum;
-// masked ones are 0. scale: of the scores, log2(e) included; key_scales: further factors of the scores, or null.
-// kRounded: probabilities are rounded to bfloat16, also in the total. Returns the factor for sums made before.
-template <int kLines, bool kRounded>
-KLLM_INLINE float softmax_lines(vf (&p)[kLines], int visible, float scale, const float* key_scales, RowSums sums) {
-  constexpr int kLast = kLines - 1;
-  const float before = *sums.maximum;
-  vf peak = set1(before);
-#pragma GCC unroll 4
-  for (int i = 0; i < kLines; ++i) {
-    p[i] = p[i] * set1(scale);
-    if (key_scales) p[i] = p[i] * load(key_scales + i * kLanes);
-    if (i == kLast) p[i] = first_n(p[i], visible - i * kLanes, set1(kNone));
-    peak = max(peak, p[i]);
-  }
-  const float after = top(peak);
-  *sums.maximum = after;
-#pragma GCC unroll 4
-  for (int i = 0; i < kLines; ++i) {
-    p[i] = power2<kRounded>(p[i] - set1(after));
-    if constexpr (kRounded) p[i] = round_bf16(p[i]);
-    if (i == kLast) p[i] = first_n(p[i], visible - i * kLanes, zero());
-  }
-  const float factor = rescaling(before, after);
-  vf total = fma(load(sums.total), set1(factor), p[0]);
-#pragma GCC unroll 4
-  for (int i = 1; i < kLines; ++i) total = total + p[i];
-  store(sums.total, total);
-  return factor;
-}
 
 }  // namespace kllm::KLLM_ISA

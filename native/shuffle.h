@@ -73,6 +73,23 @@ KLLM_INLINE void interleave8(vw a, vw b, vw c, vw d, vw (&words)[4]) {
 // Signed bytes q as q + 128.
 KLLM_INLINE vw unsigned_bytes(vw a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi32((int)0x80808080))}; }
 
+// Sixty-four numbers below 256 as bytes, in order.
+KLLM_INLINE vw join_bytes(const vi (&a)[4]) {
+  alignas(64) static constexpr int32_t kOrder[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  const __m512i words[2] = {_mm512_packs_epi32(a[0].v, a[1].v), _mm512_packs_epi32(a[2].v, a[3].v)};
+  return {_mm512_permutexvar_epi32(_mm512_load_si512(kOrder), _mm512_packus_epi16(words[0], words[1]))};
+}
+
+// log2 of positive numbers to 1e-7: 2 / ln 2 times the area tangent of (m - 1) / (m + 1), m the mantissa around 1.
+KLLM_INLINE vf log2(vf x) {
+  const __m512 m = _mm512_getmant_ps(x.v, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src);
+  const vf exponent = {_mm512_getexp_ps(_mm512_div_ps(x.v, m))}, one = set1(1.0f), s = (vf{m} - one) / (vf{m} + one), t = s * s;
+  vf p = fma(set1(2.885390082f / 9), t, set1(2.885390082f / 7));
+  p = fma(p, t, set1(2.885390082f / 5));
+  p = fma(p, t, set1(2.885390082f / 3));
+  return fma(fma(p, t, set1(2.885390082f)), s, exponent);
+}
+
 // The two low bytes of every lane.
 KLLM_INLINE void split_bytes(vi a, uint8_t* low, uint8_t* high) {
   _mm_storeu_si128((__m128i*)low, _mm512_cvtepi32_epi8(a.v));

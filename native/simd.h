@@ -14,6 +14,8 @@
 #endif
 
 #define KLLM_INLINE inline __attribute__((always_inline))
+// A loop that needs all registers: inlined into a longer function it would share them.
+#define KLLM_APART __attribute__((noinline))
 
 namespace kllm::KLLM_ISA {
 

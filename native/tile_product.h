@@ -91,6 +91,15 @@ KLLM_INLINE int32_t hidden_zero() {
   return value;
 }
 
+#if defined(__AVX512F__)
+// Has the compiler keep a sum in a register up to here: it would rather spill some in every step of a loop.
+KLLM_INLINE void in_register(vf& a) { asm("" : "+v"(a.v)); }
+KLLM_INLINE void in_register(vi& a) { asm("" : "+v"(a.v)); }
+#else
+template <class Sum>
+KLLM_INLINE void in_register(Sum&) {}
+#endif
+
 // Where sums start and end. Both are called for every row r and line n of a block, before and after the steps.
 
 // out[r] = rows[r] x lines
@@ -132,6 +141,27 @@ struct SetInts {
   }
 };
 
+// out[r] = factors[r] * out[r] + units[r] * rows[r] x lines
+struct AddInts {
+  float* out;
+  size_t stride;
+  const float* factors;
+  const float* units;
+  void skip(int lines) { out += lines * kLanes; }
+  KLLM_INLINE vi begin(int, int) const { return iset1(hidden_zero()); }
+  template <int kRows, int kLines>
+  KLLM_INLINE void end(const vi (&acc)[kRows][kLines]) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int n = 0; n < kLines; ++n) {
+        float* to = out + r * stride + n * kLanes;
+        store(to, fma(load(to), set1(factors[r]), to_float(acc[r][n]) * set1(units[r])));
+      }
+    }
+  }
+};
+
 // Rows come in twos, high and low bytes:
 // out[i] = factors[i] * out[i] + units[i] * (256 rows[2 i] + rows[2 i + 1]) x lines
 struct AddSplitInts {
@@ -156,7 +186,7 @@ struct AddSplitInts {
 };
 
 template <class Dot, int kRows, int kLines, class Lines, class End>
-inline void multiply_block(int steps, TileRows rows, Lines& lines, const End& end) {
+KLLM_APART void multiply_block(int steps, TileRows rows, Lines& lines, const End& end) {
   typename Dot::Sum acc[kRows][kLines];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -164,6 +194,11 @@ inline void multiply_block(int steps, TileRows rows, Lines& lines, const End& en
     for (int n = 0; n < kLines; ++n) acc[r][n] = end.begin(r, n);
   }
   accumulate<Dot, kRows, kLines>(acc, steps, rows, lines);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kLines; ++n) in_register(acc[r][n]);
+  }
   end.end(acc);
 }
 

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 F32, BF16, I8 = range(3)
+EXACT_I8 = 3
+"""An int8 cache whose products take q and probabilities as two bytes."""
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
 
@@ -44,6 +46,7 @@ class AttentionTask(ctypes.Structure):
         ("part", _int),
         ("next_table", _pointer),
         ("next_context", _int),
+        ("exact", ctypes.c_bool),
     ]
 
 
@@ -79,6 +82,12 @@ def to_bf16(values: Floats) -> NDArray[np.uint16]:
 
 def from_bf16(values: NDArray[np.uint16]) -> Floats:
     return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bytes(q: Floats) -> Floats:
+    """Every last axis in 255 steps, as one byte a number holds it."""
+    unit = np.abs(q).max(-1, keepdims=True) / np.float32(127)
+    return np.rint(q / unit) * unit
 
 
 def address(array: Array | None) -> int | None:
@@ -119,12 +128,17 @@ class Case:
     k_scales: Floats | None = field(init=False, default=None)
     v_scales: Floats | None = field(init=False, default=None)
     table: NDArray[np.int64] = field(init=False)
+    exact: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.exact = self.kind == EXACT_I8
+        self.kind = I8 if self.exact else self.kind
         blocks = -(-self.context // self.block_tokens)
         self.table = self.rng.permutation(blocks + 3)[:blocks].astype(np.int64)
         shape = (blocks + 3, self.block_tokens, self.kv_heads, self.head_dim)
         self.q = self._normal((self.queries, self.group * self.kv_heads, self.head_dim)) * np.float32(self.spread)
+        if self.kind == I8 and not self.exact:  # so that what is left is the rounding of probabilities
+            self.q = to_bytes(self.q)
         self.k, self.v = empty_cache(self.kind, shape), empty_cache(self.kind, shape)
         position = np.arange(self.context)
         where = (self.table[position // self.block_tokens], position % self.block_tokens)
@@ -183,6 +197,7 @@ class Case:
             token=token,
             queries=count,
             context=self.context - self.queries + token + 1,
+            exact=self.exact,
             scratch=address(scratch),
             scratch_bytes=scratch.nbytes,
         )

@@ -54,6 +54,7 @@ def attention(
     kv_heads: int,
     head_dim: int,
     scale: float,
+    exact: bool,
 ) -> None: ...
 
 class Decoder:
