@@ -275,58 +275,67 @@ struct RowsOfTile {
   // are multiplied with and, of bytes, maxima.gains what one of them is worth.
   template <int kRows, bool kSomeMasked>
   KLLM_APART void softmax(int row, Maxima& maxima) const {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) maxima.tile[r] = top(exponents<kSomeMasked>(row + r, r));
-    maxima.raise(sums.maximum + row, kRows);
+    maxima.raise(sums.maximum + row, kRows, exponents<kRows, kSomeMasked>(row));
     if constexpr (kBytes) store(maxima.gains, load(maxima.gains) * set1(1 / kTopByte));
+    vf shares[kKeyLines];  // of values: of bytes in the sum, else in the weights
+    for (int i = 0; i < kKeyLines && kScaled; ++i) {
+      shares[i] = load((kBytes ? work.tile.value_inverses : work.tile.value_scales) + i * kLanes);
+    }
+    float* total = sums.total + (size_t)row * kLanes;
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      float* total = sums.total + (size_t)(row + r) * kLanes;
+    for (int r = 0; r < kRows; ++r, total += kLanes) {
+      const vf factor = set1(maxima.factors[r]);
       if constexpr (kBytes) {
-        const vf seen = byte_probabilities(r, set1(maxima.tile[r] - kTopLog));
-        store(total, fma(load(total), set1(maxima.factors[r]), seen * set1(maxima.gains[r])));
+        const vf seen = byte_probabilities(r, set1(maxima.tile[r] - kTopLog), shares);
+        store(total, fma(load(total), factor, seen * set1(maxima.gains[r])));
       } else {
-        store(total, fma(load(total), set1(maxima.factors[r]), probabilities(r, set1(maxima.after[r]))));
+        store(total, fma(load(total), factor, probabilities(r, set1(maxima.after[r]), shares)));
       }
     }
   }
 
-  float* line_of(int slot, int line) const { return work.scores + slot * kProducts * kTileKeys + line * kLanes; }
-
   // Scores to exponents of two in their place. Of bytes that of the value's scale is included, so that the largest
-  // exponent belongs to the largest weight. Returns the largest of every lane.
-  template <bool kSomeMasked>
-  KLLM_INLINE vf exponents(int row, int slot) const {
-    const vf scale = set1(work.scales[base + row]);
-    vf peak = set1(kMasked);
+  // exponent belongs to the largest weight. Returns the largest of every row.
+  template <int kRows, bool kSomeMasked>
+  KLLM_INLINE vf exponents(int row) const {
+    float* const scores = work.scores;
+    vf peaks[kRows], scales[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) peaks[r] = set1(kMasked), scales[r] = set1(work.scales[base + row + r]);
 #pragma GCC unroll 4
     for (int i = 0; i < kKeyLines; ++i) {
-      vf x = score_line(slot, i);
-      if constexpr (kScaled) x = x * load(work.tile.key_scales + i * kLanes);
-      x = kBytes ? fma(x, scale, load(work.tile.value_logs + i * kLanes)) : x * scale;
-      if constexpr (kSomeMasked) x = first_n(x, visible(row) - i * kLanes, set1(kMasked));
-      store(line_of(slot, i), x);
-      peak = max(peak, x);
+      const vf key_scales = kScaled ? load(work.tile.key_scales + i * kLanes) : zero();
+      const vf logs = kBytes ? load(work.tile.value_logs + i * kLanes) : zero();
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        float* const at = scores + r * kProducts * kTileKeys + i * kLanes;
+        vf x = score(at);
+        if constexpr (kScaled) x = x * key_scales;
+        x = kBytes ? fma(x, scales[r], logs) : x * scales[r];
+        if constexpr (kSomeMasked) x = first_n(x, visible(row + r) - i * kLanes, set1(kMasked));
+        store(at, x);
+        peaks[r] = max(peaks[r], x);
+      }
     }
-    return peak;
+    return tops(peaks);
   }
 
-  KLLM_INLINE vf score_line(int slot, int line) const {
-    const float* scores = line_of(slot, line);
-    if constexpr (!kBytes) return load(scores);
-    const int32_t* sums = (const int32_t*)scores;
+  static KLLM_INLINE vf score(const float* at) {
+    if constexpr (!kBytes) return load(at);
+    const int32_t* sums = (const int32_t*)at;
     if constexpr (kProducts == 1) return to_float(iload(sums));
     return fma(to_float(iload(sums + kTileKeys)), set1(1.0f / 254), to_float(iload(sums)));
   }
 
   // 2^(exponents - of), for the next product. Returns their sum in every lane.
-  KLLM_INLINE vf probabilities(int slot, vf of) const {
-    uint8_t* to = work.p + slot * kPStride;
+  KLLM_INLINE vf probabilities(int slot, vf of, const vf (&scales)[kKeyLines]) const {
+    const float* const exponents = work.scores + slot * kTileKeys;
+    uint8_t* const to = work.p + slot * kPStride;
     vf p[kKeyLines];
 #pragma GCC unroll 4
     for (int i = 0; i < kKeyLines; ++i) {
-      p[i] = power2<kCoarse>(load(line_of(slot, i)) - of);
-      const vf weight = kScaled ? p[i] * load(work.tile.value_scales + i * kLanes) : p[i];
+      p[i] = power2<kCoarse>(load(exponents + i * kLanes) - of);
+      const vf weight = kScaled ? p[i] * scales[i] : p[i];
       if constexpr (kDepth == 2) {
         store_bf16((uint16_t*)to + i * kLanes, weight);
       } else {
@@ -336,15 +345,16 @@ struct RowsOfTile {
     return (p[0] + p[1]) + (p[2] + p[3]);
   }
 
-  // The same as bytes; in the sum, values have no scale.
-  KLLM_INLINE vf byte_probabilities(int slot, vf of) const {
-    uint8_t* to = work.p + slot * kProducts * kPStride;
+  // The same as bytes. In the sum values have no scale: `inverses` take it off.
+  KLLM_INLINE vf byte_probabilities(int slot, vf of, const vf (&inverses)[kKeyLines]) const {
+    const float* const exponents = work.scores + slot * kProducts * kTileKeys;
+    uint8_t* const to = work.p + slot * kProducts * kPStride;
     vi p[kKeyLines];
     vf seen[2] = {zero(), zero()};
 #pragma GCC unroll 4
     for (int i = 0; i < kKeyLines; ++i) {
-      const vf x = power2<kCoarse>(load(line_of(slot, i)) - of);
-      seen[i % 2] = fma(x, load(work.tile.value_inverses + i * kLanes), seen[i % 2]);
+      const vf x = power2<kCoarse>(load(exponents + i * kLanes) - of);
+      seen[i % 2] = fma(x, inverses[i], seen[i % 2]);
       p[i] = to_int(x);
     }
 #if defined(__AVX512F__)

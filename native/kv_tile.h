@@ -188,8 +188,12 @@ class TileBuilder {
     const int first = later.count * index / heads_, end = later.count * (index + 1) / heads_;
     keys_ahead = ahead_of(task_.k_cache, later, first, end);
     values_ahead = ahead_of(task_.v_cache, later, first, end);
-    point(task_.k_cache, head_ + index, tile_.copies, keys);
-    point(task_.v_cache, head_ + index, tile_.copies + kTileKeys * dims_ * kSize, values);
+    if (index > 0 && bytes_ == dims_ * kSize) {
+      for (int i = 0; i < spots().count; ++i) keys[i] += bytes_, values[i] += bytes_;
+    } else {
+      point(task_.k_cache, head_ + index, tile_.copies, keys);
+      point(task_.v_cache, head_ + index, tile_.copies + kTileKeys * dims_ * kSize, values);
+    }
     if constexpr (kType == Type::kI8) build_scales(head_ + index);
   }
 
@@ -228,6 +232,16 @@ class TileBuilder {
         offset_ = 0;
         ++block_;
       }
+    }
+    if constexpr (kType == Type::kI8) ask_scales(spots);
+  }
+
+  // About one request for every 64 bytes of scales.
+  void ask_scales(const Spots& spots) const {
+    const int step = task_.kv_heads >= 16 ? 1 : task_.kv_heads >= 8 ? 2 : task_.kv_heads >= 3 ? 4 : 8;
+    for (int i = 0; i < spots.count; i += step) {
+      fetch_l2(task_.k_scales + spots.entries[i] + head_);
+      fetch_l2(task_.v_scales + spots.entries[i] + head_);
     }
   }
 
@@ -302,7 +316,7 @@ class TileBuilder {
     for (int i = 0; i < kTileKeys; i += kLanes) {
       const vf scale = max(load(tile_.value_scales + i), set1(1e-30f));  // a value of zeros has none, and counts
       store(tile_.value_logs + i, log2(scale));
-      store(tile_.value_inverses + i, set1(1.0f) / scale);
+      store(tile_.value_inverses + i, inverse(scale));
     }
 #endif
   }

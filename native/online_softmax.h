@@ -43,17 +43,18 @@ inline float rescaling(float before, float after) {
 // The same of sixteen rows, whose `after` are not kNone.
 KLLM_INLINE vf rescalings(vf before, vf after) { return power2<false>(max(before - after, set1(-200.0f))); }
 
-// Sixteen rows' maxima: before and after a tile, and what sums of before and of the tile are multiplied with.
+// Maxima of up to sixteen rows: in a tile and after it, and what sums of before and of the tile are multiplied with.
 struct Maxima {
-  alignas(64) float tile[kLanes] = {};
+  alignas(64) float tile[kLanes];
   alignas(64) float after[kLanes];
   alignas(64) float factors[kLanes];
   alignas(64) float gains[kLanes];
 
   // maximum: of rows [0, count), raised by those of the tile.
-  KLLM_INLINE void raise(float* maximum, int count) {
-    const vf was = load_n(maximum, count), here = load(tile), now = max(was, here);
+  KLLM_INLINE void raise(float* maximum, int count, vf here) {
+    const vf was = load_n(maximum, count), now = max(was, here);
     store_n(maximum, now, count);
+    store(tile, here);
     store(after, now);
     store(factors, rescalings(was, now));
     store(gains, rescalings(here, now));

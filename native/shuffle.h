@@ -73,6 +73,25 @@ KLLM_INLINE void interleave8(vw a, vw b, vw c, vw d, vw (&words)[4]) {
 // Signed bytes q as q + 128.
 KLLM_INLINE vw unsigned_bytes(vw a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi32((int)0x80808080))}; }
 
+// The largest lane of each of four rows, in every four lanes.
+KLLM_INLINE __m512 tops_of_four(vf a, vf b, vf c, vf d) {
+  const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+  const __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+  const __m512 quarters = _mm512_max_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m512 halves = _mm512_max_ps(quarters, _mm512_shuffle_f32x4(quarters, quarters, 0x4e));
+  return _mm512_max_ps(halves, _mm512_shuffle_f32x4(halves, halves, 0xb1));
+}
+
+// Lane r: the largest lane of row r; lanes past the rows are of any value.
+template <int kRows>
+KLLM_INLINE vf tops(const vf (&row)[kRows]) {
+  static_assert(kRows <= 8);
+  auto at = [&](int r) { return row[r < kRows ? r : 0]; };
+  const __m512 first = tops_of_four(at(0), at(1), at(2), at(3));
+  if constexpr (kRows <= 4) return {first};
+  return {_mm512_mask_blend_ps(0xf0, first, tops_of_four(at(4), at(5), at(6), at(7)))};
+}
+
 // Sixty-four numbers below 256 as bytes, in order.
 KLLM_INLINE vw join_bytes(const vi (&a)[4]) {
   alignas(64) static constexpr int32_t kOrder[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
@@ -80,14 +99,24 @@ KLLM_INLINE vw join_bytes(const vi (&a)[4]) {
   return {_mm512_permutexvar_epi32(_mm512_load_si512(kOrder), _mm512_packus_epi16(words[0], words[1]))};
 }
 
-// log2 of positive numbers to 1e-7: 2 / ln 2 times the area tangent of (m - 1) / (m + 1), m the mantissa around 1.
+// log2 of positive numbers, to 2.2e-6: a minimax polynomial on mantissas of 0.75 to 1.5.
 KLLM_INLINE vf log2(vf x) {
-  const __m512 m = _mm512_getmant_ps(x.v, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src);
-  const vf exponent = {_mm512_getexp_ps(_mm512_div_ps(x.v, m))}, one = set1(1.0f), s = (vf{m} - one) / (vf{m} + one), t = s * s;
-  vf p = fma(set1(2.885390082f / 9), t, set1(2.885390082f / 7));
-  p = fma(p, t, set1(2.885390082f / 5));
-  p = fma(p, t, set1(2.885390082f / 3));
-  return fma(fma(p, t, set1(2.885390082f)), s, exponent);
+  const __m512 m = _mm512_getmant_ps(x.v, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src), e = _mm512_getexp_ps(x.v);
+  const __mmask16 upper = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.5f), _CMP_GE_OQ);
+  const vf z = {_mm512_sub_ps(_mm512_mask_mul_ps(m, upper, m, _mm512_set1_ps(0.5f)), _mm512_set1_ps(1.0f))};
+  const vf exponent = {_mm512_mask_add_ps(e, upper, e, _mm512_set1_ps(1.0f))};
+  vf p = fma(set1(-1.451791980e-01f), z, set1(2.927266545e-01f));
+  p = fma(p, z, set1(-3.710692778e-01f));
+  p = fma(p, z, set1(4.816455971e-01f));
+  p = fma(p, z, set1(-7.210945316e-01f));
+  p = fma(p, z, set1(1.442681607e+00f));
+  return fma(p, z, exponent);
+}
+
+// 1 / x of positive numbers, to 1e-8 of it and a rounding.
+KLLM_INLINE vf inverse(vf x) {
+  const vf near = {_mm512_rcp14_ps(x.v)};
+  return near * (set1(2.0f) - x * near);
 }
 
 // The two low bytes of every lane.
@@ -124,6 +153,13 @@ KLLM_INLINE vf first_n(vf x, int n, vf y) {
   __m256 low = _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, index));
   __m256 high = _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, _mm256_add_epi32(index, _mm256_set1_epi32(8))));
   return {_mm256_blendv_ps(y.a, x.a, low), _mm256_blendv_ps(y.b, x.b, high)};
+}
+
+template <int kRows>
+KLLM_INLINE vf tops(const vf (&row)[kRows]) {
+  alignas(32) float lanes[kLanes] = {};
+  for (int r = 0; r < kRows; ++r) lanes[r] = top(row[r]);
+  return load(lanes);
 }
 
 KLLM_INLINE vw unsigned_bytes(vw x) {

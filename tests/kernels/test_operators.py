@@ -154,7 +154,7 @@ def test_attention_over_an_int8_cache_in_16_bits(dtype: torch.dtype) -> None:
 def _check_int8_cache(
     ops: Operators, dtype: torch.dtype, heads: int, kv_heads: int, block_tokens: int, rounding: float
 ) -> None:
-    """Of decode rows, chunks and both, against float64 over the values that the cache stands for. rounding: what that of
+    """Decode rows, chunks and both, against float64 over the values that the cache stands for. rounding: what rounded
     queries and probabilities may change, of the largest value."""
     for rows in (MIXED_ROWS, [(40, 1), (44, 1), (47, 1)], [(3, 150)]):
         q, k, v, batch = gqa_case(rows, heads, kv_heads, 16, dtype, block_tokens)

@@ -41,8 +41,9 @@ def test_q_is_rounded_to_bytes(attention_library: ctypes.CDLL) -> None:
         pytest.skip("without AVX-512 products with an int8 cache are of floats")
     case = Case(np.random.default_rng(3), I8, head_dim=64, group=3, kv_heads=2, block_tokens=16, context=200, queries=9)
     of_rounded = case.attend(attention_library, 9)
-    third_of_a_step = np.abs(case.q).max(-1, keepdims=True) / 127 / 3
-    case.q += case.rng.uniform(-third_of_a_step, third_of_a_step, case.q.shape) * (np.abs(case.q) < 126 * 3 * third_of_a_step)
+    peak = np.abs(case.q).max(-1, keepdims=True)
+    less_than_half_a_step = case.rng.uniform(-peak / 381, peak / 381, case.q.shape)
+    case.q += less_than_half_a_step * (np.abs(case.q) < 0.99 * peak)
     np.testing.assert_array_equal(case.attend(attention_library, 9), of_rounded)
 
 

@@ -24,8 +24,8 @@ class CpuOperators(ReferenceOperators):
     """A row's result is the same, bit for bit, whatever else is in the batch, as long as the instruction set is.
 
     int8_products: quantised weights are multiplied with int8 activations (groups of 32, one scale each), and an int8
-    cache with q and probabilities of one byte; else the former with activations in the type of the model, and the latter
-    with two bytes."""
+    cache with q and probabilities of one byte; else weights with activations in the type of the model, and the cache
+    with q and probabilities of two bytes."""
 
     name: ClassVar[str] = "cpu"
     quantized_formats: ClassVar[frozenset[str]] = frozenset({"int8", "q8_0", "q4_0", "q4_1", "q4_k", "q6_k"})
