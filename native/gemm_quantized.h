@@ -173,9 +173,12 @@ void quantized_tile(const GemmTask& task, int row, int panel, PanelsAhead ahead)
 #pragma GCC unroll 8
       for (int n = 0; n < NB; ++n) results[m][n] = results[m][n] * load(task.matrix->row_scales + (panel + n) * kPanelRows);
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m) sink_row<NB>(*task.sink, *task.matrix, row + m, panel, results[m]);
+  sink_tile<MR, NB>(*task.sink, *task.matrix, row, panel, results);
 }
+
+// Results of more passes than this are not expected in the second-level cache. A write that has to wait for its line holds
+// up those after it: with them asked for, products of 512 rows of int8 were a twentieth faster on Zen 4.
+constexpr int kCachedPasses = 8;
 
 // All rows of the task, NB panels; rows are spread evenly over as few passes as the registers allow.
 template <Format F, int NB>
@@ -186,6 +189,7 @@ void quantized_panels(const GemmTask& task, int panel) {
   PanelsAhead ahead{task.matrix->panel(panel + NB), (lines + passes - 1) / passes};
   for (int pass = 0, row = task.row; pass < passes; ++pass) {
     const int count = (task.row_end - row + passes - pass - 1) / (passes - pass);
+    if (passes > kCachedPasses) fetch_tile<NB>(*task.sink, row, count, panel);
     switch (count) {
       case 1: quantized_tile<F, 1, NB>(task, row, panel, ahead); break;
       case 2: quantized_tile<F, 2, NB>(task, row, panel, ahead); break;

@@ -149,11 +149,6 @@ Matrix::Matrix(std::shared_ptr<Arena> arena_, Format format_, int rows_, int col
   }
 }
 
-int Matrix::row_count(int panel) const {
-  int left = (gated ? rows / 2 - panel / 2 * kPanelRows : rows - panel * kPanelRows);
-  return left < kPanelRows ? left : kPanelRows;
-}
-
 Matrix::Place Matrix::place(int row) const {
   if (!gated) return {row / kPanelRows, row % kPanelRows};
   int half = rows / 2, within = row % half;

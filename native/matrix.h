@@ -68,7 +68,10 @@ struct Matrix {
   const uint8_t* panel(int index) const { return data + panel_bytes * index; }
   // The logical rows [first, first + count) that a panel holds.
   int first_row(int panel) const { return gated ? (panel & 1) * (rows / 2) + panel / 2 * kPanelRows : panel * kPanelRows; }
-  int row_count(int panel) const;
+  int row_count(int panel) const {
+    const int left = gated ? rows / 2 - panel / 2 * kPanelRows : rows - panel * kPanelRows;
+    return left < kPanelRows ? left : kPanelRows;
+  }
 
   // rows [first, first + count) from row-major floats. F32: kept; BF16: rounded; I8: rounded to |max| / 127 a row.
   void fill(int first, int count, const float* values);

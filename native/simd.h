@@ -24,6 +24,8 @@ constexpr int kLanes = 16;
 // Asks for a line in the second-level cache. Assembly, because gcc 12 keeps accumulators in memory in a loop that
 // contains __builtin_prefetch.
 KLLM_INLINE void fetch_l2(const void* line) { asm volatile("prefetcht1 (%0)" : : "r"(line)); }
+// Asks for a line that is going to be written.
+KLLM_INLINE void fetch_to_write(const void* line) { asm volatile("prefetchw (%0)" : : "r"(line)); }
 
 #if defined(__AVX512F__)
 
