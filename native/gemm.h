@@ -56,8 +56,7 @@ KLLM_INLINE void micro_tile(const GemmTask& task, const uint8_t* weights, size_t
                          : fma(as_float(lines_of[n]), as_float(value), acc[m][n]);
     }
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m) sink_row<NB>(*task.sink, *task.matrix, row + m, panel, acc[m]);
+  sink_tile(*task.sink, *task.matrix, row, panel, acc);
 }
 
 // All rows of the task, NB panels; rows are spread evenly over as few passes as the registers allow.
@@ -67,6 +66,7 @@ void multiply_panels(const GemmTask& task, const uint8_t* weights, size_t panel_
   LinesAhead ahead{weights + NB * panel_bytes, (size_t)64 / passes};
   for (int pass = 0, row = task.row; pass < passes; ++pass) {
     const int count = (task.row_end - row + passes - pass - 1) / (passes - pass);
+    if (passes > kCachedPasses) fetch_tile<NB>(*task.sink, row, count, panel);
     switch (count) {
       case 1: micro_tile<BF16, 1, NB>(task, weights, panel_bytes, panel, row, ahead); break;
       case 2: micro_tile<BF16, 2, NB>(task, weights, panel_bytes, panel, row, ahead); break;

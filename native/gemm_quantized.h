@@ -176,10 +176,6 @@ void quantized_tile(const GemmTask& task, int row, int panel, PanelsAhead ahead)
   sink_tile<MR, NB>(*task.sink, *task.matrix, row, panel, results);
 }
 
-// Results of more passes than this are not expected in the second-level cache. A write that has to wait for its line holds
-// up those after it: with them asked for, products of 512 rows of int8 were a twentieth faster on Zen 4.
-constexpr int kCachedPasses = 8;
-
 // All rows of the task, NB panels; rows are spread evenly over as few passes as the registers allow.
 template <Format F, int NB>
 void quantized_panels(const GemmTask& task, int panel) {

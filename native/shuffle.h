@@ -113,12 +113,6 @@ KLLM_INLINE vf log2(vf x) {
   return fma(p, z, exponent);
 }
 
-// 1 / x of positive numbers, to 1e-8 of it and a rounding.
-KLLM_INLINE vf inverse(vf x) {
-  const vf near = {_mm512_rcp14_ps(x.v)};
-  return near * (set1(2.0f) - x * near);
-}
-
 // The two low bytes of every lane.
 KLLM_INLINE void split_bytes(vi a, uint8_t* low, uint8_t* high) {
   _mm_storeu_si128((__m128i*)low, _mm512_cvtepi32_epi8(a.v));

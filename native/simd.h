@@ -276,7 +276,17 @@ KLLM_INLINE vf exp(vf x) {
   return scale2(p, n);
 }
 
-KLLM_INLINE vf silu(vf x) { return x / (set1(1.0f) + exp(zero() - x)); }
+// 1 / x of positive numbers, to two units in the last place.
+KLLM_INLINE vf inverse(vf x) {
+#if defined(__AVX512F__)
+  const vf near = {_mm512_rcp14_ps(x.v)};
+  return near * (set1(2.0f) - x * near);
+#else
+  return set1(1.0f) / x;
+#endif
+}
+
+KLLM_INLINE vf silu(vf x) { return x * inverse(set1(1.0f) + exp(zero() - x)); }
 
 inline float bf16_to_float(uint16_t x) {
   uint32_t bits = (uint32_t)x << 16;
