@@ -63,7 +63,7 @@ class ModelSize:
 @dataclass(frozen=True, slots=True)
 class Format:
     """How weights and KV are kept. Bytes of a weight in layers and head, of a scale per output row, of a KV value and
-    of a scale per KV head and token. multiply: the kind of dot product that weights take part in."""
+    of a scale per KV head and token. multiply, attend: the kinds of dot product that weights and KV take part in."""
 
     name: str
     layer_bytes: float
@@ -72,6 +72,7 @@ class Format:
     kv_bytes: int
     kv_scale_bytes: int
     multiply: str
+    attend: str
 
     def weight_bytes(self, model: ModelSize) -> float:
         layer = model.layer_weights * self.layer_bytes + model.layer_rows * self.row_bytes
@@ -87,9 +88,9 @@ Q8_0_BYTES = 34 / 32  # 32 int8 and a float16 scale
 
 # 4-bit is what the small default model ships: layers in Q4_1, the embedding, which is also the head, in Q8_0.
 FORMATS = (
-    Format("bf16", 2, 2, 0, 2, 0, "bf16"),
-    Format("int8, int8 KV", 1, 1, FLOAT_BYTES, 1, FLOAT_BYTES, "int8"),
-    Format("4-bit, bf16 KV", Q4_1_BYTES, Q8_0_BYTES, 0, 2, 0, "int8"),
+    Format("bf16", 2, 2, 0, 2, 0, "bf16", "bf16"),
+    Format("int8, int8 KV", 1, 1, FLOAT_BYTES, 1, FLOAT_BYTES, "int8", "int8"),
+    Format("4-bit, bf16 KV", Q4_1_BYTES, Q8_0_BYTES, 0, 2, 0, "int8", "bf16"),
 )
 
 
@@ -149,7 +150,7 @@ def floor(model: ModelSize, form: Format, step: Step, ceilings: Ceilings) -> dic
     moved = step.bytes_moved(model, form)
     weights, attention = step.weight_operations(model), step.attention_operations(model)
     memory_ms = moved / ceilings.bandwidth(moved) / 1e6
-    compute_ms = (weights / ceilings.peak[form.multiply] + attention / ceilings.peak["bf16"]) / 1e6
+    compute_ms = (weights / ceilings.peak[form.multiply] + attention / ceilings.peak[form.attend]) / 1e6
     floor_ms = max(memory_ms, compute_ms)
     return {
         "format": form.name,
