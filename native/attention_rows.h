@@ -1,7 +1,7 @@
 // What rows of queries do with a tile of keys, and the memory it takes.
 //
 //   float32 cache    all in float32
-//   bfloat16 cache   q and probabilities rounded to bfloat16, products summed in float32
+//   bfloat16 cache   q and, with AVX512_BF16, probabilities rounded to bfloat16, products summed in float32
 //   int8 cache       with AVX-512: q and probabilities as bytes, one or (`exact`) two each; else as float32
 #pragma once
 
@@ -353,7 +353,8 @@ struct RowsOfTile {
     vf seen[2] = {zero(), zero()};
 #pragma GCC unroll 4
     for (int i = 0; i < kKeyLines; ++i) {
-      const vf x = power2<kCoarse>(load(exponents + i * kLanes) - of);
+      vf x = power2<kCoarse>(load(exponents + i * kLanes) - of);
+      if constexpr (kProducts == 2) x = min(set1(kTopByte), x);  // `of` is rounded, and two bytes do not saturate
       seen[i % 2] = fma(x, inverses[i], seen[i % 2]);
       p[i] = to_int(x);
     }

@@ -314,9 +314,11 @@ class TileBuilder {
     for (int i = count; i < kTileKeys; ++i) tile_.key_scales[i] = tile_.value_scales[i] = 0.0f;
 #if defined(__AVX512F__)
     for (int i = 0; i < kTileKeys; i += kLanes) {
-      const vf scale = max(load(tile_.value_scales + i), set1(1e-30f));  // a value of zeros has none, and counts
+      // A value of zeros has no scale, and counts. One that is not finite spoils the rows that see it by its logarithm,
+      // and by its inverse none of those that do not.
+      const vf scale = max(set1(1e-30f), load(tile_.value_scales + i));
       store(tile_.value_logs + i, log2(scale));
-      store(tile_.value_inverses + i, inverse(scale));
+      store(tile_.value_inverses + i, inverse(min(scale, set1(1e30f))));
     }
 #endif
   }

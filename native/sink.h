@@ -78,8 +78,10 @@ constexpr int kCachedPasses = 8;
 // the usual cases (whole panels, no bias; floats, or gated bfloat16) are decided once, and values stay in registers.
 template <int MR, int NB>
 KLLM_INLINE void sink_tile(const Sink& sink, const Matrix& matrix, int row, int panel, const vf (&values)[MR][NB]) {
-  const bool usual = sink.type == Type::kF32 || (sink.type == Type::kBF16 && sink.store == Store::kGated);
-  if (!usual || sink.bias || matrix.row_count(panel + NB - 1) != kPanelRows)
+  const bool gated = sink.store == Store::kGated;
+  const bool usual = sink.type == Type::kF32 || (sink.type == Type::kBF16 && gated);
+  // The panels of a gated matrix lie in turns: where its rows are wanted as they are, they go to two places.
+  if (!usual || sink.bias || gated != matrix.gated || matrix.row_count(panel + NB - 1) != kPanelRows)
     return sink_rows<NB>(sink, matrix, row, MR, panel, values[0]);
   if (sink.type == Type::kBF16) {
     uint16_t* y = place<uint16_t>(sink, row, panel);

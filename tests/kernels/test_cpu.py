@@ -44,6 +44,21 @@ def matrices() -> dict[str, QuantizedRows]:
     }
 
 
+@pytest.mark.parametrize("activations", ["float", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("inner", [32, 40])
+def test_rows_of_a_gated_matrix_come_in_order(instruction_set: str, inner: int, kind: str, activations: str) -> None:
+    """Its panels lie gate by up. Experts and single MLPs take gate and up as they are."""
+    gate, up = (torch.randn(inner, 64, generator=torch.Generator().manual_seed(i)) / 8 for i in range(2))
+    parts = [gate, up] if kind == "float32" else [quantize(gate, kind), quantize(up, kind)]
+    ops = get_operators("cpu", activations)  # type: ignore[arg-type]
+    packed = ops.pack_linear(*parts, gated=True)
+    for rows in (1, 9, 70):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(2))
+        expected = torch.cat([ops.linear(x, ops.pack_linear(part)) for part in parts], 1)
+        assert torch.equal(ops.linear(x, packed), expected)
+
+
 @pytest.mark.parametrize("kind", matrices())
 def test_quantised_weights_are_used_as_they_are(instruction_set: str, kind: str) -> None:
     matrix = matrices()[kind]

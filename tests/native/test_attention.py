@@ -94,7 +94,8 @@ def test_one_key_returns_its_value(attention_library: ctypes.CDLL, kind: int) ->
 
 
 @KINDS
-def test_large_scores_do_not_overflow(attention_library: ctypes.CDLL, kind: int) -> None:
+@pytest.mark.parametrize("spread", [1e4, 1e6])
+def test_large_scores_do_not_overflow(attention_library: ctypes.CDLL, kind: int, spread: float) -> None:
     case = Case(
         np.random.default_rng(2),
         kind,
@@ -104,6 +105,24 @@ def test_large_scores_do_not_overflow(attention_library: ctypes.CDLL, kind: int)
         block_tokens=16,
         context=200,
         queries=9,
-        spread=1e4,
+        spread=spread,
     )
-    assert np.isfinite(case.attend(attention_library, 9)).all()
+    assert np.abs(case.attend(attention_library, 9) - case.expected()).max() < 2e-2
+
+
+@pytest.mark.parametrize("kind", [I8, EXACT_I8], ids=["one byte", "two bytes"])
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_a_value_that_is_not_finite_spoils_no_query_before_it(
+    attention_library: ctypes.CDLL, kind: int, scale: float
+) -> None:
+    if not attention_library.rounds_to_bytes():
+        pytest.skip("without AVX-512 products with an int8 cache are of floats")
+    case = Case(
+        np.random.default_rng(4), kind, head_dim=64, group=1, kv_heads=1, block_tokens=16, context=75, queries=9
+    )
+    clean = case.attend(attention_library, 9)
+    assert case.v_scales is not None
+    case.v_scales[case.table[70 // 16], 70 % 16] = scale
+    spoilt = case.attend(attention_library, 9)
+    np.testing.assert_array_equal(spoilt[:4], clean[:4])
+    assert np.isnan(spoilt[4:]).all()

@@ -19,6 +19,9 @@ from kllm.kernels.reference import ReferenceOperators
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 """Types the extension computes with. float16 goes through torch."""
 
+REVISION = 2
+"""Goes up with every change of what the native operators give, so that no KV of another arithmetic is shared."""
+
 
 class CpuOperators(ReferenceOperators):
     """A row's result is the same, bit for bit, whatever else is in the batch, as long as the instruction set is.
@@ -38,7 +41,7 @@ class CpuOperators(ReferenceOperators):
         return f"{self.name} ({_native.instruction_set()}, {_native.threads()} threads)"
 
     def numerics(self) -> str:
-        return f"{self.name} {_native.instruction_set()}"
+        return f"{self.name} {_native.instruction_set()} {REVISION}"
 
     def pack_linear(self, *parts: WeightSource, gated: bool = False) -> LinearWeight:
         if any(isinstance(part, torch.Tensor) and part.dtype not in NAMES for part in parts):
