@@ -193,10 +193,8 @@ struct RowsOfTile {
       softmax<kRows, true>(row, maxima);
     }
     float* out = sums.weighted + (size_t)row * dims;
-    if constexpr (kProducts == 2) {
-      weigh<kRows, kDirect>(keys, AddSplitInts{out, (size_t)dims, maxima.factors, maxima.gains});
-    } else if constexpr (kBytes) {
-      weigh<kRows, kDirect>(keys, AddInts{out, (size_t)dims, maxima.factors, maxima.gains});
+    if constexpr (kBytes) {
+      weigh<kRows, kDirect>(keys, AddInts<kProducts>{out, (size_t)dims, maxima.factors, maxima.gains});
     } else {
       weigh<kRows, kDirect>(keys, AddFloats{{out, (size_t)dims}, maxima.factors});
     }

@@ -141,7 +141,9 @@ struct SetInts {
   }
 };
 
-// out[r] = factors[r] * out[r] + units[r] * rows[r] x lines
+// out[r] = factors[r] * out[r] + units[r] * rows[r] x lines; with kBytes of 2 rows come in twos, high and low bytes:
+// 256 rows[2 r] + rows[2 r + 1] instead of rows[r].
+template <int kBytes>
 struct AddInts {
   float* out;
   size_t stride;
@@ -152,34 +154,13 @@ struct AddInts {
   template <int kRows, int kLines>
   KLLM_INLINE void end(const vi (&acc)[kRows][kLines]) const {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows / kBytes; ++r) {
 #pragma GCC unroll 8
       for (int n = 0; n < kLines; ++n) {
         float* to = out + r * stride + n * kLanes;
-        store(to, fma(load(to), set1(factors[r]), to_float(acc[r][n]) * set1(units[r])));
-      }
-    }
-  }
-};
-
-// Rows come in twos, high and low bytes:
-// out[i] = factors[i] * out[i] + units[i] * (256 rows[2 i] + rows[2 i + 1]) x lines
-struct AddSplitInts {
-  float* out;
-  size_t stride;
-  const float* factors;
-  const float* units;
-  void skip(int lines) { out += lines * kLanes; }
-  KLLM_INLINE vi begin(int, int) const { return iset1(hidden_zero()); }
-  template <int kRows, int kLines>
-  KLLM_INLINE void end(const vi (&acc)[kRows][kLines]) const {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows / 2; ++r) {
-#pragma GCC unroll 8
-      for (int n = 0; n < kLines; ++n) {
-        float* to = out + r * stride + n * kLanes;
-        vf product = to_float(acc[2 * r][n] * iset1(256) + acc[2 * r + 1][n]) * set1(units[r]);
-        store(to, fma(load(to), set1(factors[r]), product));
+        vi sum = acc[kBytes * r][n];
+        if constexpr (kBytes == 2) sum = sum * iset1(256) + acc[2 * r + 1][n];
+        store(to, fma(load(to), set1(factors[r]), to_float(sum) * set1(units[r])));
       }
     }
   }
