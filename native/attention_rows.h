@@ -274,7 +274,7 @@ struct RowsOfTile {
   template <int kRows, bool kSomeMasked>
   KLLM_APART void softmax(int row, Maxima& maxima) const {
     maxima.raise(sums.maximum + row, kRows, exponents<kRows, kSomeMasked>(row));
-    if constexpr (kBytes) store(maxima.gains, load(maxima.gains) * set1(1 / kTopByte));
+    if constexpr (kBytes) store(maxima.gains, rescalings(load(maxima.tile), load(maxima.after)) * set1(1 / kTopByte));
     vf shares[kKeyLines];  // of values: of bytes in the sum, else in the weights
     for (int i = 0; i < kKeyLines && kScaled; ++i) {
       shares[i] = load((kBytes ? work.tile.value_inverses : work.tile.value_scales) + i * kLanes);

@@ -43,7 +43,8 @@ inline float rescaling(float before, float after) {
 // The same of sixteen rows, whose `after` are not kNone.
 KLLM_INLINE vf rescalings(vf before, vf after) { return power2<false>(max(before - after, set1(-200.0f))); }
 
-// Maxima of up to sixteen rows: in a tile and after it, and what sums of before and of the tile are multiplied with.
+// Maxima of up to sixteen rows: in a tile and after it, and what sums of before and (of bytes only) of the tile are
+// multiplied with.
 struct Maxima {
   alignas(64) float tile[kLanes];
   alignas(64) float after[kLanes];
@@ -57,7 +58,6 @@ struct Maxima {
     store(tile, here);
     store(after, now);
     store(factors, rescalings(was, now));
-    store(gains, rescalings(here, now));
   }
 };
 

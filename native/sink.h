@@ -59,14 +59,14 @@ template <int NB>
 KLLM_APART void fetch_tile(const Sink& sink, int row, int rows, int panel) {
   const int panels = sink.store == Store::kGated ? NB / 2 : NB, bytes = panels * kPanelRows * (int)size_of(sink.type);
   const size_t stride = sink.stride * size_of(sink.type);
-  const uint8_t* y = sink.type == Type::kF32 ? (uint8_t*)place<float>(sink, row, panel) : (uint8_t*)place<uint16_t>(sink, row, panel);
+  const bool floats = sink.type == Type::kF32;
+  const auto* y = (const uint8_t*)(floats ? (void*)place<float>(sink, row, panel) : place<uint16_t>(sink, row, panel));
   for (int m = 0; m < rows; ++m, y += stride)
     for (int at = 0; at < bytes; at += 64) fetch_to_write(y + at);
 }
 
 template <int NB>
-KLLM_APART void sink_rows(const Sink& sink, const Matrix& matrix, int row, int rows, int panel,
-                                         const vf* values) {
+KLLM_APART void sink_rows(const Sink& sink, const Matrix& matrix, int row, int rows, int panel, const vf* values) {
   for (int m = 0; m < rows; ++m) sink_row<NB>(sink, matrix, row + m, panel, values + m * NB);
 }
 
