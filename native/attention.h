@@ -8,6 +8,10 @@
 
 #include "attention_rows.h"
 
+#if defined(KLLM_TILES)
+#include "attention_tiles.h"
+#endif
+
 namespace kllm::KLLM_ISA {
 
 static_assert(kPartKeys % kTileKeys == 0);
@@ -118,6 +122,7 @@ class Attention {
                        (size_t)query_head(row) * task_.head_dim;
       put_query<kType, kExact>(work_, row, q, task_.head_dim, dims_, task_.scale);
     }
+    put_columns();
   }
 
   // The first row of a head that sees the key at `position`.
@@ -130,10 +135,30 @@ class Attention {
       builder.advance();
       for (int i = 0; i < heads_; ++i) {
         builder.select(i);
-        RowsOfTile<kType, kExact>{work_, dims_, start, i * rows_, sums_[i], builder}.attend(first_row(start), rows_);
+        const RowsOfTile<kType, kExact> rows{work_, dims_, start, i * rows_, sums_[i], builder};
+        attend_rows(rows, i, first_row(start));
       }
     }
   }
+
+#if defined(KLLM_TILES)
+  using Rows = RowsOfTile<kType, kExact>;
+
+  void attend_rows(const Rows& rows, int head, int first) const {
+    if constexpr (!kTiled<kType>) return rows.attend(first, rows_);
+    else if (kType == Type::kI8 && rows_ <= Rows::kBlock) return rows.attend(first, rows_);  // the same bits, sooner
+    else TiledRows<kType, kExact>{rows}.attend(first, rows_, few() ? columns_of(work_, head, dims_) : nullptr);
+  }
+  // Whether keys are taken as they lie in the cache.
+  bool few() const { return kType == Type::kBF16 && rows_ <= kColumns && heads_ <= TiledWorkspace::kHeads; }
+  void put_columns() const {
+    for (int head = 0; head < heads_ && few(); ++head)
+      transpose_query(work_.q + (size_t)head * rows_ * dims_ * 2, rows_, dims_ / 2, columns_of(work_, head, dims_));
+  }
+#else
+  void attend_rows(const RowsOfTile<kType, kExact>& rows, int, int first) const { rows.attend(first, rows_); }
+  void put_columns() const {}
+#endif
 
   const AttentionTask& task_;
   const int group_, dims_;
@@ -149,6 +174,9 @@ inline size_t attention_scratch(int group, int head_dim, Type cache_type) {
 }
 
 inline void attention(const AttentionTask& task) {
+#if defined(KLLM_TILES)
+  const TilesInUse tiles(attention_tiles());
+#endif
   switch (task.cache_type) {
     case Type::kF32: return Attention<Type::kF32, true>(task).run();
     case Type::kBF16: return Attention<Type::kBF16, true>(task).run();

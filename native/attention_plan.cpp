@@ -8,7 +8,7 @@ namespace kllm {
 
 namespace {
 
-constexpr int kQueryChunk = 64;  // queries of a row that one task takes
+constexpr int kQueryChunk = 128;  // queries of a row that one task takes
 
 }  // namespace
 

@@ -10,7 +10,12 @@
 
 namespace kllm::KLLM_ISA {
 
-constexpr int kPassRows = 192;  // rows that share a tile: their queries and sums stay in the second-level cache
+// Rows that share a tile: their queries and sums stay in the second-level cache, of processors with AMX 2 MB.
+#if defined(KLLM_TILES)
+constexpr int kPassRows = 384;
+#else
+constexpr int kPassRows = 192;
+#endif
 
 // Sums of rows over some keys: result = weighted / total, relative to 2^maximum.
 struct Sums {
@@ -44,6 +49,18 @@ class Carver {
   size_t bytes_ = 0;
 };
 
+// What products by tile instructions (attention_tiles.h) need besides. In turns: of two blocks of 16 rows.
+struct TiledWorkspace {
+  static constexpr int kRows = 16;
+  static constexpr int kHeads = 16;  // for so many there is room in `columns`
+
+  uint8_t* columns;     // [kHeads][dims / 2] lines of 16 pairs of bfloat16: q transposed
+  uint8_t* by_key;      // [64] lines of 16 scores of a key
+  float* scores[2];     // [16, 64]
+  uint8_t* p;           // [16] rows of probabilities, 256 bytes each
+  uint8_t* weighted[2]; // [16, dims] sums of a tile
+};
+
 struct Workspace {
   int capacity;     // KV heads times queries that a pass has room for
   uint8_t* q;       // [rows] padded queries, as the product wants them
@@ -54,14 +71,17 @@ struct Workspace {
   float* scores;    // [kRowBlock, 64]
   uint8_t* p;       // [kRowBlock] rows of probabilities, 256 bytes each
   KvTile tile;
+  TiledWorkspace tiled;
+  static constexpr int kApart = 576;  // bytes: loads do not wait for stores at the same place of another page
   size_t bytes;
 
   Workspace(void* base, int group, int head_dim, Type type) {
     Carver carver(base);
     const size_t dims = padded_dim(head_dim, type);
     capacity = group < kPassRows ? kPassRows / group : 1;
+    const size_t surplus = tiled_type(type) ? TiledWorkspace::kRows : 0;  // read and not looked at
     const size_t rows = (size_t)capacity * group;
-    q = carver.take<uint8_t>(rows * dims * 4);
+    q = carver.take<uint8_t>((rows + surplus) * dims * 4);
     scales = carver.take<float>(rows);
     starts = carver.take<int32_t>(rows * 2);
     limits = carver.take<int>(rows);
@@ -70,13 +90,23 @@ struct Workspace {
     }
     scores = carver.take<float>(kRowBlock * kTileKeys);
     p = carver.take<uint8_t>(kRowBlock * kTileKeys * 4);
-    tile.keys = carver.take<uint8_t>(dims * kTileKeys * 4);
-    tile.values = carver.take<uint8_t>(dims * kTileKeys * 4);
+    tile.keys = carver.take<uint8_t>(dims * kTileKeys * 4 + kApart);
+    tile.values = carver.take<uint8_t>(dims * kTileKeys * 4 + kApart);
     for (float** scales : {&tile.key_scales, &tile.value_scales, &tile.value_logs, &tile.value_inverses}) {
       *scales = carver.take<float>(kTileKeys);
     }
     tile.copies = carver.take<uint8_t>(2 * kTileKeys * dims * size_of(type));
     tile.blank = carver.take<uint8_t>(dims * size_of(type));
+    if (tiled_type(type)) {
+      constexpr int kRows = TiledWorkspace::kRows;
+      tiled.columns = carver.take<uint8_t>(TiledWorkspace::kHeads * dims / 2 * 64 + kApart);
+      tiled.by_key = carver.take<uint8_t>(kTileKeys * 64 + kApart);
+      tiled.p = carver.take<uint8_t>(kRows * kTileKeys * 4 + kApart);
+      for (int i = 0; i < 2; ++i) {
+        tiled.scores[i] = carver.take<float>(kRows * kTileKeys + kApart / 4);
+        tiled.weighted[i] = carver.take<uint8_t>(kRows * dims * 4 + kApart);
+      }
+    }
     bytes = carver.bytes();
   }
 };
@@ -159,7 +189,7 @@ struct RowsOfTile {
     }
   }
 
- private:
+ protected:
   template <bool kDirect>
   void attend_some(int row, int end) const {
     for (; row + kBlock <= end; row += kBlock) attend_rows<kBlock, kDirect>(row);
@@ -209,7 +239,7 @@ struct RowsOfTile {
       const int ask = 1 + tile.values_ahead.lines() / (steps * ((dims + 63) / 64));
       CachedValues<kType> values{tile.values, tile.values_ahead, ask};
       multiply<ValueDot, kRows * kProducts>(steps, p, values, dims / kLanes, end);
-      values.ahead.ask(values.ahead.lines() + 64);
+      values.ahead.ask_all();
     } else {
       TileLines values{work.tile.values, (size_t)dims * 4};
       multiply<ValueDot, kRows * kProducts>(steps, p, values, dims / kLanes, end);
@@ -266,37 +296,52 @@ struct RowsOfTile {
       }
       end.end(acc);
     }
-    ahead.ask(ahead.lines() + 64);
+    ahead.ask_all();
   }
 
   // From scores to probabilities, as the next product wants them. Afterwards maxima.factors are what the sums so far
   // are multiplied with and, of bytes, maxima.gains what one of them is worth.
   template <int kRows, bool kSomeMasked>
   KLLM_APART void softmax(int row, Maxima& maxima) const {
-    maxima.raise(sums.maximum + row, kRows, exponents<kRows, kSomeMasked>(row));
+    raise(row, kRows, exponents<kRows, kSomeMasked>(row, work.scores), maxima);
+    vf shares[kKeyLines];
+    load_shares(shares);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) weights_of(r, row, maxima, shares, work.scores, work.p);
+  }
+
+  // here: the largest exponents of the rows from `row` on.
+  KLLM_INLINE void raise(int row, int count, vf here, Maxima& maxima) const {
+    maxima.raise(sums.maximum + row, count, here);
     if constexpr (kBytes) store(maxima.gains, rescalings(load(maxima.tile), load(maxima.after)) * set1(1 / kTopByte));
-    vf shares[kKeyLines];  // of values: of bytes in the sum, else in the weights
+  }
+
+  // Of values: of bytes in the sum, else in the weights.
+  KLLM_INLINE void load_shares(vf (&shares)[kKeyLines]) const {
     for (int i = 0; i < kKeyLines && kScaled; ++i) {
       shares[i] = load((kBytes ? work.tile.value_inverses : work.tile.value_scales) + i * kLanes);
     }
-    float* total = sums.total + (size_t)row * kLanes;
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r, total += kLanes) {
-      const vf factor = set1(maxima.factors[r]);
-      if constexpr (kBytes) {
-        const vf seen = byte_probabilities(r, set1(maxima.tile[r] - kTopLog), shares);
-        store(total, fma(load(total), factor, seen * set1(maxima.gains[r])));
-      } else {
-        store(total, fma(load(total), factor, probabilities(r, set1(maxima.after[r]), shares)));
-      }
+  }
+
+  // Of the r-th row from `row` on: probabilities from exponents, and their sum to that of the row.
+  KLLM_INLINE void weights_of(int r, int row, const Maxima& maxima, const vf (&shares)[kKeyLines], const float* exponents,
+                              uint8_t* p) const {
+    float* const total = sums.total + (size_t)(row + r) * kLanes;
+    const vf factor = set1(maxima.factors[r]);
+    exponents += r * kProducts * kTileKeys;
+    p += r * kProducts * kPStride;
+    if constexpr (kBytes) {
+      const vf seen = byte_probabilities(exponents, p, set1(maxima.tile[r] - kTopLog), shares);
+      store(total, fma(load(total), factor, seen * set1(maxima.gains[r])));
+    } else {
+      store(total, fma(load(total), factor, probabilities(exponents, p, set1(maxima.after[r]), shares)));
     }
   }
 
   // Scores to exponents of two in their place. Of bytes that of the value's scale is included, so that the largest
   // exponent belongs to the largest weight. Returns the largest of every row.
   template <int kRows, bool kSomeMasked>
-  KLLM_INLINE vf exponents(int row) const {
-    float* const scores = work.scores;
+  KLLM_INLINE vf exponents(int row, float* scores) const {
     vf peaks[kRows], scales[kRows];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) peaks[r] = set1(kMasked), scales[r] = set1(work.scales[base + row + r]);
@@ -326,9 +371,7 @@ struct RowsOfTile {
   }
 
   // 2^(exponents - of), for the next product. Returns their sum in every lane.
-  KLLM_INLINE vf probabilities(int slot, vf of, const vf (&scales)[kKeyLines]) const {
-    const float* const exponents = work.scores + slot * kTileKeys;
-    uint8_t* const to = work.p + slot * kPStride;
+  KLLM_INLINE vf probabilities(const float* exponents, uint8_t* to, vf of, const vf (&scales)[kKeyLines]) const {
     vf p[kKeyLines];
 #pragma GCC unroll 4
     for (int i = 0; i < kKeyLines; ++i) {
@@ -344,9 +387,7 @@ struct RowsOfTile {
   }
 
   // The same as bytes. In the sum values have no scale: `inverses` take it off.
-  KLLM_INLINE vf byte_probabilities(int slot, vf of, const vf (&inverses)[kKeyLines]) const {
-    const float* const exponents = work.scores + slot * kProducts * kTileKeys;
-    uint8_t* const to = work.p + slot * kProducts * kPStride;
+  KLLM_INLINE vf byte_probabilities(const float* exponents, uint8_t* to, vf of, const vf (&inverses)[kKeyLines]) const {
     vi p[kKeyLines];
     vf seen[2] = {zero(), zero()};
 #pragma GCC unroll 4

@@ -39,20 +39,14 @@ struct RowTiles {
   int new_row(int tile) const { return begin + tile * rows; }
 };
 
-// Sets up the tiles of this thread as long as it lives.
-struct TilesInUse {
-  // row_bytes: of activations
-  TilesInUse(int rows, int row_bytes) {
-    TileConfig config;
-    for (int tile = 0; tile < kSumTiles; ++tile) config.set(tile, rows, kTileRowBytes);
-    for (int tile = kRowTile; tile < kPanelTile; ++tile) config.set(tile, rows, row_bytes);
-    for (int tile = kPanelTile; tile < kTileCount; ++tile) config.set(tile, row_bytes / 4, kTileRowBytes);
-    configure_tiles(config);
-  }
-  ~TilesInUse() { release_tiles(); }
-  TilesInUse(const TilesInUse&) = delete;
-  TilesInUse& operator=(const TilesInUse&) = delete;
-};
+// row_bytes: of activations
+inline TileConfig product_tiles(int rows, int row_bytes) {
+  TileConfig config;
+  for (int tile = 0; tile < kSumTiles; ++tile) config.set(tile, rows, kTileRowBytes);
+  for (int tile = kRowTile; tile < kPanelTile; ++tile) config.set(tile, rows, row_bytes);
+  for (int tile = kPanelTile; tile < kTileCount; ++tile) config.set(tile, row_bytes / 4, kTileRowBytes);
+  return config;
+}
 
 // Sums of a row tile x NB panels, written from row `from` on.
 template <int NB>
@@ -143,7 +137,7 @@ void bf16_group(const GemmTask& task, const RowTiles& rows, int panel) {
 
 inline void gemm_bf16_tiles(const GemmTask& task) {
   const RowTiles rows(task);
-  const TilesInUse tiles(rows.rows, kTileRowBytes);
+  const TilesInUse tiles(product_tiles(rows.rows, kTileRowBytes));
   int panel = task.panel;
   for (; panel + 4 <= task.panel_end; panel += 4) bf16_group<4>(task, rows, panel);
   for (; panel + 2 <= task.panel_end; panel += 2) bf16_group<2>(task, rows, panel);
@@ -267,7 +261,7 @@ template <Format F>
 void gemm_int8_tiles(const GemmTask& task) {
   if (task.row_end - task.row < kTileRows) return gemm_quantized<F>(task);
   const RowTiles rows = RowTiles::full(task);
-  const TilesInUse tiles(kTileRows, kBlock);
+  const TilesInUse tiles(product_tiles(kTileRows, kBlock));
   int panel = task.panel;
   for (; panel + 2 <= task.panel_end; panel += 2) int8_panels<F, 2>(task, rows, panel);
   if (panel < task.panel_end) int8_panels<F, 1>(task, rows, panel);

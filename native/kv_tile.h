@@ -16,6 +16,16 @@ constexpr int kTileKeys = 64;
 constexpr int kKeyLines = kTileKeys / kLanes;
 constexpr int kTilesAhead = 2;  // whose memory has been asked for
 
+// Whether products with a cache of this type are done by tile instructions (attention_tiles.h).
+#if defined(__AMX_TILE__) || defined(KLLM_EMULATED_TILES)
+#define KLLM_TILES
+template <Type kType>
+constexpr bool kTiled = kType != Type::kF32;
+#else
+template <Type kType>
+constexpr bool kTiled = false;
+#endif
+
 template <Type kType>
 struct CacheTraits;
 
@@ -44,6 +54,8 @@ struct CacheTraits<Type::kI8> {
   using ValueDot = FloatDot;
 #endif
 };
+
+inline bool tiled_type(Type type) { return type == Type::kI8 ? kTiled<Type::kI8> : type == Type::kBF16 && kTiled<Type::kBF16>; }
 
 // head_dim as tiles have it: whole 64-byte lines of cache bytes, padded with zeros.
 inline int padded_dim(int head_dim, Type type) {
@@ -76,14 +88,24 @@ struct Ahead {
   int lines() const { return (end - token) * (int)((span + 63) / 64); }
   KLLM_INLINE void ask(int lines) {
     for (; lines > 0; --lines) {
-      if (next >= stop) {
-        if (token >= end) return;
-        next = base + entries[token++] * entry_bytes;
-        stop = next + span;
-      }
+      if (next >= stop && !go_on()) return;
       fetch_l2(next);
       next += 64;
     }
+  }
+  void ask_all() {
+    while (next < stop || go_on())
+      for (; next < stop; next += 64) fetch_l2(next);
+  }
+
+ private:
+  // To the next entry, and those that lie right behind it.
+  bool go_on() {
+    if (token >= end) return false;
+    next = base + entries[token++] * entry_bytes;
+    stop = next + span;
+    for (; token < end && base + entries[token] * entry_bytes == stop; ++token) stop += span;
+    return true;
   }
 };
 
@@ -172,7 +194,7 @@ class TileBuilder {
       locate(spots_[i]);
       for (const void* cache : {task.k_cache, task.v_cache}) {
         Ahead ahead = ahead_of(cache, spots_[i], 0, spots_[i].count);
-        ahead.ask(ahead.lines());
+        ahead.ask_all();
       }
     }
   }
@@ -200,10 +222,21 @@ class TileBuilder {
   // Writes the selected head's tile.
   void build() {
     build_keys();
-    keys_ahead.ask(keys_ahead.lines());
     build_values();
-    values_ahead.ask(values_ahead.lines());
   }
+
+  void build_keys() { write_keys(); }
+
+  void build_values() {
+    write_values();
+    keys_ahead.ask_all();
+    values_ahead.ask_all();
+  }
+
+  // Bytes from the selected head's key to that of the next token; holds within 16 tokens, from a multiple of 16 on, if
+  // there are such blocks.
+  size_t key_stride() const { return task_.kv_heads * bytes_; }
+  bool whole_lines() const { return task_.block_tokens % kLanes == 0 && bytes_ == dims_ * kSize; }
 
   // Of the selected head: padded entries, zeros after the last.
   const uint8_t* keys[kTileKeys];
@@ -265,7 +298,7 @@ class TileBuilder {
     for (int i = count; i < kTileKeys; ++i) rows[i] = tile_.blank;
   }
 
-  void build_keys() const {
+  void write_keys() const {
     const int pieces = (int)(dims_ * kSize / 16);
     for (int line = 0; line * kLanes < spots().count; ++line) {
       for (int piece = 0; piece < pieces; ++piece) {
@@ -281,7 +314,9 @@ class TileBuilder {
   KLLM_INLINE void put_keys(vw word, int index, int line) const {
     uint8_t* out = tile_.keys + ((size_t)index * Cache::kSteps * kKeyLines + line) * 64;
     constexpr size_t kStride = kKeyLines * 64;
-    if constexpr (Cache::kSteps == 1) {
+    if constexpr (kType == Type::kI8 && kTiled<kType>) {
+      wstore(out, unsigned_bytes(word));  // and back: tile instructions take signed ones
+    } else if constexpr (Cache::kSteps == 1) {
       wstore(out, word);
     } else if constexpr (Cache::kSteps == 2) {
       store((float*)out, even_bf16(word));
@@ -294,12 +329,14 @@ class TileBuilder {
     }
   }
 
-  void build_values() const {
+  void write_values() {
     constexpr int kDepth = Dot::kDepth;
+    const int count = kTiled<kType> ? kTileKeys : spots().count;  // tile instructions take all: 0 times 0, not times anything
     typename Dot::Word* out = (typename Dot::Word*)tile_.values;
-    for (int key = 0; key < spots().count; key += kDepth) {
+    for (int key = 0; key < count; key += kDepth) {
       for (int dim = 0; dim < dims_; dim += kLanes * kDepth, out += kDepth) {
         Cache::interleaved(values + key, dim * kSize, out);
+        if constexpr (kTiled<kType>) keys_ahead.ask(2), values_ahead.ask(2);
       }
     }
   }

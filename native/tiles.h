@@ -64,10 +64,18 @@ KLLM_INLINE void tile_dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
-// C += A x B of bytes, A's signed and B's unsigned; exact
+// C += A x B of bytes, signed (s) and unsigned (u) ones, A's first; exact
 template <int C, int A, int B>
 KLLM_INLINE void tile_dot_s8u8() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+KLLM_INLINE void tile_dot_u8s8() {
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+KLLM_INLINE void tile_dot_s8s8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
 #else
@@ -182,20 +190,34 @@ inline void tile_dot_bf16() {
   _mm_setcsr(saved);
 }
 
-template <int C, int A, int B>
-inline void tile_dot_s8u8() {
-  const TileProduct tiles = tile_product(C, A, B);
+template <class RowByte, class ColumnByte>
+inline void add_bytes(const TileProduct& tiles) {
   for (int row = 0; row < tiles.rows; ++row)
     for (int column = 0; column < tiles.columns; ++column) {
       int32_t sum;
       memcpy(&sum, tiles.c[row] + 4 * column, 4);
       for (int group = 0; group < tiles.groups; ++group)
         for (int byte = 0; byte < 4; ++byte)
-          sum += (int8_t)tiles.a[row][4 * group + byte] * tiles.b[group][4 * column + byte];
+          sum += (RowByte)tiles.a[row][4 * group + byte] * (ColumnByte)tiles.b[group][4 * column + byte];
       memcpy(tiles.c[row] + 4 * column, &sum, 4);
     }
 }
 
+template <int C, int A, int B>
+inline void tile_dot_s8u8() { add_bytes<int8_t, uint8_t>(tile_product(C, A, B)); }
+template <int C, int A, int B>
+inline void tile_dot_u8s8() { add_bytes<uint8_t, int8_t>(tile_product(C, A, B)); }
+template <int C, int A, int B>
+inline void tile_dot_s8s8() { add_bytes<int8_t, int8_t>(tile_product(C, A, B)); }
+
 #endif
+
+// Sets up the tiles of this thread as long as it lives.
+struct TilesInUse {
+  explicit TilesInUse(const TileConfig& config) { configure_tiles(config); }
+  ~TilesInUse() { release_tiles(); }
+  TilesInUse(const TilesInUse&) = delete;
+  TilesInUse& operator=(const TilesInUse&) = delete;
+};
 
 }  // namespace kllm::KLLM_ISA

@@ -1,4 +1,7 @@
 // Attention, rotation and cache writes of one instruction set under plain names, for the tests and for timing.
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <ctime>
 
 #include "attention.h"
@@ -14,6 +17,8 @@ bool rounds_to_bytes() { return KLLM_ISA::CacheTraits<Type::kI8>::KeyDot::kDepth
 int keys_of_part() { return kPartKeys; }
 int bytes_of_attention_task() { return (int)sizeof(AttentionTask); }
 int bytes_of_rotate_task() { return (int)sizeof(RotateTask); }
+// As native/tile_check.cpp: Linux lends the registers of AMX to processes that ask.
+bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 void attention(const AttentionTask* task) { KLLM_ISA::attention(*task); }
 void merge_parts(const AttentionTask* task) { KLLM_ISA::merge_parts(*task); }
 void rotate(const RotateTask* task) { KLLM_ISA::rotate(*task); }

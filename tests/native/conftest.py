@@ -12,6 +12,8 @@ from support.native_library import INSTRUCTION_SETS, compiled
 def attention_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     source = Path(__file__).parent / "attention_exports.cpp"
     library = compiled(source, request.param, request.config.cache.mkdir("native"))
+    if request.param == "amx" and not library.may_use_tiles():
+        pytest.skip("the system does not lend the registers of AMX")
     library.attention_scratch.restype = ctypes.c_size_t
     library.floats_of_part.restype = ctypes.c_size_t
     library.time_attention.restype = ctypes.c_double

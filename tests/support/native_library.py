@@ -14,7 +14,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
-INSTRUCTION_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "avx512bf16")}
+_AVX512_BF16 = (*_AVX512, "avx512bf16")
+INSTRUCTION_SETS = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512_BF16,
+    "emulated_tiles": _AVX512_BF16,
+    "amx": (*_AVX512_BF16, "amx-tile", "amx-bf16", "amx-int8"),
+}
+_DEFINED = {"emulated_tiles": ["-DKLLM_EMULATED_TILES"]}
 
 
 def _processor_flags() -> set[str]:
@@ -33,7 +41,7 @@ def _parts(source: Path) -> Iterator[bytes]:
 def compiled(source: Path, isa: str, folder: Path) -> ctypes.CDLL:
     """The library of `source` for an instruction set, built once per content in `folder`; skips where that can't be."""
     features = INSTRUCTION_SETS[isa]
-    missing = set(features) - _processor_flags()
+    missing = {feature.replace("amx-", "amx_") for feature in features} - _processor_flags()
     if missing:
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
     compiler = shutil.which("g++")
@@ -45,6 +53,7 @@ def compiled(source: Path, isa: str, folder: Path) -> ctypes.CDLL:
         command = [compiler, "-O3", "-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", f"-I{ROOT / 'native'}"]
         command += [f"-m{feature}" for feature in features]
         built = library.with_suffix(".new")
+        command += _DEFINED.get(isa, [])
         subprocess.run([*command, f"-DKLLM_ISA={isa}", str(source), "-o", str(built)], check=True)
         built.replace(library)
     return ctypes.CDLL(str(library))
