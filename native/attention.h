@@ -181,6 +181,7 @@ inline void attention(const AttentionTask& task) {
     case Type::kF32: return Attention<Type::kF32, true>(task).run();
     case Type::kBF16: return Attention<Type::kBF16, true>(task).run();
     case Type::kI8: return task.exact ? Attention<Type::kI8, true>(task).run() : Attention<Type::kI8, false>(task).run();
+    case Type::kI16: return;
   }
 }
 
@@ -206,6 +207,7 @@ inline void merge_parts(const AttentionTask& task) {
     case Type::kF32: return merge_parts_of<Type::kF32>(task);
     case Type::kBF16: return merge_parts_of<Type::kBF16>(task);
     case Type::kI8: return merge_parts_of<Type::kI8>(task);
+    case Type::kI16: return;
   }
 }
 

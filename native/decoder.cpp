@@ -59,7 +59,7 @@ void Decoder::add_layer(DecoderLayer layer) {
 }
 
 Type Decoder::type_for(const Matrix& matrix) const {
-  return is_quantised(matrix) && shape_.int8_products ? Type::kI8 : shape_.product;
+  return is_quantised(matrix) && shape_.int8_products ? activation_type(matrix, Type::kI8) : shape_.product;
 }
 
 const Activations& Decoder::prepared(const float* x, int rows, int cols, size_t stride, const Vector* norm, Type type) {

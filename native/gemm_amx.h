@@ -1,11 +1,16 @@
-// Products with AMX: 16 rows of activations (A) times a panel of weights (B), 32 columns an instruction.
+// Products with AMX: 16 rows of activations (A) times a panel of weights (B).
 //
 // bfloat16: every row count goes through tiles in the same steps of 32 columns, so a row's bits do not depend on the
 // batch. The rows of a task are cut into tiles of one size, at most 16, of which the last may overlap the one before:
 // overlapping rows are computed twice and written once, and one configuration serves the whole task.
-// int8: the sum over a group of 32 columns is exact and is then scaled as gemm_quantized.h does it, so the bits are
-// those of AVX-512, which takes tasks of fewer than 16 rows. On paper, per 16 rows x 16 x 32 columns: a product of tiles
-// takes 16 cycles, beside about 40 of scaling in other units; the 128 vpdpbusd of AVX-512 take 64, and then scaling.
+// int8 weights with a scale a row: activations are two bytes a number (I16), which are multiplied apart, in steps of 64
+// columns: as many operations as in bfloat16, exact, and weights are read as they are.
+// Blocks of 32 columns: their sum is exact and is then scaled as gemm_quantized.h does it, so the bits are those of
+// AVX-512, which takes tasks of fewer than 16 rows. On paper, per 16 rows x 16 x 32 columns: a product of tiles takes 16
+// cycles, beside about 40 of scaling in other units; the 128 vpdpbusd of AVX-512 take 64, and then scaling.
+//
+// Tile instructions run beside those of other units: while a tile's products are under way, the results of the tile before
+// are brought out row by row.
 #pragma once
 
 #include <algorithm>
@@ -48,62 +53,151 @@ inline TileConfig product_tiles(int rows, int row_bytes) {
   return config;
 }
 
-// Sums of a row tile x NB panels, written from row `from` on.
-template <int NB>
-void sink_tiles(const GemmTask& task, const float (*sums)[kTileRows * kLanes], int panel, int first, int from, int end) {
-  for (int row = from; row < end; ++row) {
-    vf values[NB];
-    for (int n = 0; n < NB; ++n) values[n] = load(sums[n] + (row - first) * kLanes);
-    sink_row<NB>(*task.sink, *task.matrix, row, panel, values);
-  }
-}
+// The sums of NB panels x up to two tiles on their way out: `count` rows in order, of which those from `turn` on are the
+// second tile's. Their memory: [2 tiles][NB] tiles of 16 x 16.
+struct LeavingRows {
+  int panel = 0, count = 0, next = 0, turn = 0;
+  int rows[2] = {}, firsts[2] = {};  // the first to be written of each tile, and the tile's own first
 
-// 32 columns of panel N of NB times those of MT row tiles.
-template <int MT, int NB, int N>
+  bool second() const { return next >= turn; }
+  int row() const { return rows[second()] + next - (second() ? turn : 0); }
+  int lane() const { return row() - firsts[second()]; }
+};
+
+// Rows [first, first + rows) of a tile, of which those from new_row on are written.
+struct TilePlace { int first, rows, new_row; };
+
+// Sums of bfloat16 products.
+struct FloatSums {
+  const GemmTask& task;
+  static constexpr int kTilesOfRows = 2;  // tile m are other rows
+
+  template <int NB>
+  KLLM_INLINE void read(const uint8_t* sums, const LeavingRows& at, vf (&values)[NB]) const {
+    const float* tile = (const float*)sums + (at.second() * NB * kTileRows + at.lane()) * kLanes;
+    for (int n = 0; n < NB; ++n) values[n] = load(tile + n * kTileRows * kLanes);
+  }
+};
+
+// Sums of high and of low bytes, the tiles of the same rows.
+struct ByteSums {
+  const GemmTask& task;
+  static constexpr int kTilesOfRows = 1;
+
+  template <int NB>
+  KLLM_INLINE void read(const uint8_t* sums, const LeavingRows& at, vf (&values)[NB]) const {
+    constexpr int kTile = kTileRows * kLanes;
+    const Activations& x = *task.x;
+    const int row = at.row();
+    const int32_t* tile = (const int32_t*)sums + at.lane() * kLanes;
+    const vi offsets[2] = {iset1(x.sums[2 * row] * kByteOffset), iset1(x.sums[2 * row + 1] * kByteOffset)};
+    for (int n = 0; n < NB; ++n) {
+      const vf high = to_float(iload(tile + n * kTile) - offsets[0]), low = to_float(iload(tile + (NB + n) * kTile) - offsets[1]);
+      const vf scale = load(task.matrix->row_scales + (at.panel + n) * kPanelRows) * set1(x.scales[row]);
+      values[n] = fma(low, set1(1.0f / 254), high) * scale;
+    }
+  }
+
+ private:
+  static constexpr int kByteOffset = 128;  // of stored weights
+};
+
+// Where tiles leave their sums, and what brings these out.
+template <class Sums, int NB>
+class Leaving {
+ public:
+  explicit Leaving(const GemmTask& task) : task_(task), sums_{task} {}
+
+  // Room for the sums of a tile whose products end before put() is called.
+  uint8_t* room() { return (uint8_t*)memory_[turn_ ^ 1]; }
+
+  // The sums in room() are those of these tiles. Rows that are still on their way are brought out before.
+  void put(int panel, TilePlace first, TilePlace second) {
+    while (step()) {}
+    turn_ ^= 1;
+    const int rows = first.first + first.rows - first.new_row;
+    at_ = {panel, rows, 0, rows, {first.new_row, second.new_row}, {first.first, second.first}};
+    if (Sums::kTilesOfRows == 2) at_.count += second.first + second.rows - second.new_row;
+  }
+
+  // Brings one row out. False: there was none.
+  KLLM_INLINE bool step() {
+    if (at_.next >= at_.count) return false;
+    vf values[1][NB];
+    sums_.template read<NB>((const uint8_t*)memory_[turn_], at_, values[0]);
+    sink_tile<1, NB>(*task_.sink, *task_.matrix, at_.row(), at_.panel, values);
+    ++at_.next;
+    return true;
+  }
+  int left() const { return at_.count - at_.next; }
+
+ private:
+  const GemmTask& task_;
+  const Sums sums_;
+  LeavingRows at_;
+  int turn_ = 0;
+  alignas(64) float memory_[2][kSumTiles * kTileRows * kLanes];
+};
+
+struct Bf16Products {
+  using Sums = FloatSums;
+  template <int C, int A, int B>
+  static KLLM_INLINE void dot() { tile_dot_bf16<C, A, B>(); }
+};
+struct ByteProducts {
+  using Sums = ByteSums;
+  template <int C, int A, int B>
+  static KLLM_INLINE void dot() { tile_dot_s8u8<C, A, B>(); }
+};
+
+// 64 bytes of two rows of A tiles, `more_x` the second's, times those of NB panels.
+template <class Products, int MT, int NB, int N>
 KLLM_INLINE void add_step(const uint8_t* weights) {
   if constexpr (N < NB) {
     constexpr int tile = kPanelTile + N % 2;
     load_tile<tile>(weights, kTileRowBytes);
-    tile_dot_bf16<N, kRowTile, tile>();
-    if constexpr (MT == 2) tile_dot_bf16<NB + N, kRowTile + 1, tile>();
+    Products::template dot<N, kRowTile, tile>();
+    if constexpr (MT == 2) Products::template dot<NB + N, kRowTile + 1, tile>();
   }
 }
 
-// Row tiles [tile, tile + MT) x NB panels whose weights lie panel_bytes apart.
-template <int MT, int NB>
-void bf16_tiles(const GemmTask& task, const RowTiles& rows, int tile, const uint8_t* weights, size_t panel_bytes, int panel,
-                PanelsAhead& ahead_of_task) {
+// Panels whose weights lie `stride` bytes apart, in `steps` steps of a tile.
+struct PanelTiles {
+  const uint8_t* weights;
+  size_t stride;
+  int panel, steps;
+};
+
+// MT tiles of rows at x (`x_stride` bytes from row to row) x NB panels, to `leaving`.
+template <class Products, int MT, int NB, class Out>
+KLLM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], size_t x_stride, const PanelTiles& panels, Out& leaving,
+                                PanelsAhead& ahead_of_task) {
   static_assert(MT <= 2 && MT * NB <= kSumTiles);
-  const size_t x_stride = (size_t)task.x->stride * 2;
-  const uint8_t* x = task.x->row(rows.first(tile));
-  const uint8_t* more_x = task.x->row(rows.first(tile + MT - 1));
   PanelsAhead ahead = ahead_of_task;
+  const int share = (leaving.left() + panels.steps - 1) / panels.steps;
   zero_tile<0>();
   zero_tile<1>();
   zero_tile<2>();
   zero_tile<3>();
-  for (int step = task.matrix->padded_cols / kStep; step > 0; --step) {
-    load_tile<kRowTile>(x, x_stride);
-    if constexpr (MT == 2) load_tile<kRowTile + 1>(more_x, x_stride);
-    add_step<MT, NB, 0>(weights);
-    add_step<MT, NB, 1>(weights + panel_bytes);
-    add_step<MT, NB, 2>(weights + 2 * panel_bytes);
-    add_step<MT, NB, 3>(weights + 3 * panel_bytes);
+  const uint8_t* weights = panels.weights;
+  for (int step = 0; step < panels.steps; ++step) {
+    load_tile<kRowTile>(x[0] + step * kTileRowBytes, x_stride);
+    if constexpr (MT == 2) load_tile<kRowTile + 1>(x[1] + step * kTileRowBytes, x_stride);
+    add_step<Products, MT, NB, 0>(weights);
+    add_step<Products, MT, NB, 1>(weights + panels.stride);
+    add_step<Products, MT, NB, 2>(weights + 2 * panels.stride);
+    add_step<Products, MT, NB, 3>(weights + 3 * panels.stride);
+    for (int row = 0; row < share; ++row) leaving.step();
     ahead.fetch();
-    x += kTileRowBytes;
-    more_x += kTileRowBytes;
     weights += kTileRows * kTileRowBytes;
   }
   ahead_of_task = ahead;
-  alignas(64) float sums[kSumTiles][kTileRows * kLanes];
-  store_tile<0>(sums[0], kTileRowBytes);
-  store_tile<1>(sums[1], kTileRowBytes);
-  store_tile<2>(sums[2], kTileRowBytes);
-  store_tile<3>(sums[3], kTileRowBytes);
-  for (int m = 0; m < MT; ++m) {
-    const int first = rows.first(tile + m);
-    sink_tiles<NB>(task, sums + m * NB, panel, first, rows.new_row(tile + m), first + rows.rows);
-  }
+  constexpr int kTileBytes = kTileRows * kTileRowBytes;
+  uint8_t* sums = leaving.room();
+  store_tile<0>(sums, kTileRowBytes);
+  store_tile<1>(sums + kTileBytes, kTileRowBytes);
+  store_tile<2>(sums + 2 * kTileBytes, kTileRowBytes);
+  store_tile<3>(sums + 3 * kTileBytes, kTileRowBytes);
 }
 
 // The NB panels after `panel`, fetched while those are walked `calls` times in `steps` steps.
@@ -112,39 +206,107 @@ inline PanelsAhead panels_ahead(const Matrix& matrix, int panel, int panels, int
   return {matrix.panel(panel + panels), (lines + fetches - 1) / fetches};
 }
 
-// All rows, NB panels: two row tiles x two panels at a time, which loads each tile for two products.
+// All rows, NB panels, their weights as bfloat16. One row tile: all panels at a time; else two row tiles x two panels, which
+// loads each tile for two products.
 template <int NB>
-void bf16_panels(const GemmTask& task, const RowTiles& rows, const uint8_t* weights, size_t panel_bytes, int panel) {
-  constexpr int pair = std::min(NB, 2);
-  const int calls = rows.count / 2 * (NB / pair) + rows.count % 2;
-  PanelsAhead ahead = panels_ahead(*task.matrix, panel, NB, calls, task.matrix->padded_cols / kStep);
-  int tile = 0;
-  for (; tile + 2 <= rows.count; tile += 2)
-    for (int n = 0; n < NB; n += pair)
-      bf16_tiles<2, pair>(task, rows, tile, weights + n * panel_bytes, panel_bytes, panel + n, ahead);
-  if (tile < rows.count) bf16_tiles<1, NB>(task, rows, tile, weights, panel_bytes, panel, ahead);
-}
+class Bf16Group {
+ public:
+  explicit Bf16Group(const GemmTask& task)
+      : task_(task), rows_(task), steps_(task.matrix->padded_cols / kStep), wide_(task), square_(task) {}
+
+  void multiply(int panel) {
+    const Matrix& matrix = *task_.matrix;
+    if (matrix.format == Format::kBF16) return multiply(panel, matrix.panel(panel), matrix.panel_bytes);
+    const size_t bytes = (size_t)matrix.padded_cols * kPanelRows * 2;
+    uint8_t* scratch = (uint8_t*)task_.scratch;
+    for (int n = 0; n < NB; ++n) dequantize_panel_bf16(matrix, panel + n, (uint16_t*)(scratch + n * bytes));
+    multiply(panel, scratch, bytes);
+  }
+  ~Bf16Group() {
+    while (wide_.step()) {}
+    while (square_.step()) {}
+  }
+
+ private:
+  static constexpr int kPair = std::min(NB, 2);
+
+  void multiply(int panel, const uint8_t* weights, size_t stride) {
+    const size_t x_stride = (size_t)task_.x->stride * 2;
+    const int calls = rows_.count / 2 * (NB / kPair) + rows_.count % 2;
+    PanelsAhead ahead = panels_ahead(*task_.matrix, panel, NB, calls, steps_);
+    int tile = 0;
+    for (; tile + 2 <= rows_.count; tile += 2)
+      for (int n = 0; n < NB; n += kPair) {
+        const uint8_t* x[2] = {task_.x->row(rows_.first(tile)), task_.x->row(rows_.first(tile + 1))};
+        multiply_tiles<Bf16Products, 2, kPair>(x, x_stride, {weights + n * stride, stride, panel + n, steps_}, square_, ahead);
+        square_.put(panel + n, place(tile), place(tile + 1));
+      }
+    if (tile == rows_.count) return;
+    const uint8_t* x[2] = {task_.x->row(rows_.first(tile)), nullptr};
+    multiply_tiles<Bf16Products, 1, NB>(x, x_stride, {weights, stride, panel, steps_}, wide_, ahead);
+    wide_.put(panel, place(tile), {});
+  }
+
+  TilePlace place(int tile) const { return {rows_.first(tile), rows_.rows, rows_.new_row(tile)}; }
+
+  const GemmTask& task_;
+  const RowTiles rows_;
+  const int steps_;
+  Leaving<FloatSums, NB> wide_;
+  Leaving<FloatSums, kPair> square_;
+};
 
 template <int NB>
-void bf16_group(const GemmTask& task, const RowTiles& rows, int panel) {
-  const Matrix& matrix = *task.matrix;
-  if (matrix.format == Format::kBF16) return bf16_panels<NB>(task, rows, matrix.panel(panel), matrix.panel_bytes, panel);
-  const size_t bytes = (size_t)matrix.padded_cols * kPanelRows * 2;
-  uint8_t* scratch = (uint8_t*)task.scratch;
-  for (int n = 0; n < NB; ++n) dequantize_panel_bf16(matrix, panel + n, (uint16_t*)(scratch + n * bytes));
-  bf16_panels<NB>(task, rows, scratch, bytes, panel);
+void bf16_groups(const GemmTask& task, int& panel) {
+  if (panel + NB > task.panel_end) return;
+  Bf16Group<NB> group(task);
+  for (; panel + NB <= task.panel_end; panel += NB) group.multiply(panel);
 }
 
 inline void gemm_bf16_tiles(const GemmTask& task) {
-  const RowTiles rows(task);
-  const TilesInUse tiles(product_tiles(rows.rows, kTileRowBytes));
+  const TilesInUse tiles(product_tiles(RowTiles(task).rows, kTileRowBytes));
   int panel = task.panel;
-  for (; panel + 4 <= task.panel_end; panel += 4) bf16_group<4>(task, rows, panel);
-  for (; panel + 2 <= task.panel_end; panel += 2) bf16_group<2>(task, rows, panel);
-  if (panel < task.panel_end) bf16_group<1>(task, rows, panel);
+  bf16_groups<4>(task, panel);
+  bf16_groups<2>(task, panel);
+  bf16_groups<1>(task, panel);
 }
 
-// ---- int8 ----
+// ---- int8 weights, two bytes an activation ----
+
+constexpr int kByteStep = 64;  // columns of bytes in a tile
+
+// Sums are of at most so many products of 127 and 255.
+inline bool takes_i16(const Matrix& matrix) {
+  return matrix.format == Format::kI8 && matrix.padded_cols % kByteStep == 0 && matrix.padded_cols < 65536;
+}
+
+template <int NB>
+void i16_panels(const GemmTask& task, int& panel) {
+  const RowTiles rows(task);
+  const Matrix& matrix = *task.matrix;
+  const int steps = matrix.padded_cols / kByteStep;
+  const size_t plane = task.x->stride;
+  Leaving<ByteSums, NB> leaving(task);
+  for (; panel + NB <= task.panel_end; panel += NB) {
+    PanelsAhead ahead = panels_ahead(matrix, panel, NB, rows.count, steps);
+    for (int tile = 0; tile < rows.count; ++tile) {
+      const uint8_t* high = task.x->row(rows.first(tile));
+      const uint8_t* x[2] = {high, high + plane};
+      multiply_tiles<ByteProducts, 2, NB>(x, 2 * plane, {matrix.panel(panel), matrix.panel_bytes, panel, steps}, leaving, ahead);
+      leaving.put(panel, {rows.first(tile), rows.rows, rows.new_row(tile)}, {});
+    }
+  }
+  while (leaving.step()) {}
+}
+
+inline void gemm_i16_tiles(const GemmTask& task) {
+  const TilesInUse tiles(product_tiles(RowTiles(task).rows, kTileRowBytes));
+  int panel = task.panel;
+  i16_panels<2>(task, panel);
+  i16_panels<1>(task, panel);
+}
+
+// ---- blocks of 32 columns ----
 
 constexpr int kGroupBytes = kBlock * kPanelRows;  // weights of 16 rows x 32 columns, one tile of 8 lines
 
@@ -241,6 +403,16 @@ void int8_tile(const GemmTask& task, int first, int panel, const PanelBytes<F>& 
   }
 }
 
+// Sums of a row tile x NB panels, written from row `from` on.
+template <int NB>
+void sink_tiles(const GemmTask& task, const float (*sums)[kTileRows * kLanes], int panel, int first, int from, int end) {
+  for (int row = from; row < end; ++row) {
+    vf values[NB];
+    for (int n = 0; n < NB; ++n) values[n] = load(sums[n] + (row - first) * kLanes);
+    sink_row<NB>(*task.sink, *task.matrix, row, panel, values);
+  }
+}
+
 // All rows, NB panels.
 template <Format F, int NB>
 void int8_panels(const GemmTask& task, const RowTiles& rows, int panel) {
@@ -271,6 +443,7 @@ void gemm_int8_tiles(const GemmTask& task) {
 inline void gemm_tiles(const GemmTask& task) {
   if (task.x->type == Type::kF32) return gemm_float<false>(task);
   if (task.x->type == Type::kBF16) return gemm_bf16_tiles(task);
+  if (task.x->type == Type::kI16) return gemm_i16_tiles(task);
   switch (task.matrix->format) {
     case Format::kI8: return gemm_int8_tiles<Format::kI8>(task);
     case Format::kQ8_0: return gemm_int8_tiles<Format::kQ8_0>(task);

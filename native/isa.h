@@ -13,6 +13,7 @@ inline void gemm(const GemmTask& task) {
     case Type::kF32: return gemm_float<false>(task);
     case Type::kBF16: return gemm_float<true>(task);
     case Type::kI8: return gemm_int8(task);
+    case Type::kI16: return;  // of AMX only
   }
 }
 

@@ -9,6 +9,7 @@ namespace {
 
 constexpr Kernels with_tiles(Kernels table) {
   table.gemm = amx::gemm_tiles;
+  table.takes_i16 = amx::takes_i16;
   return table;
 }
 

@@ -8,20 +8,22 @@
 
 namespace kllm {
 
-enum class Type { kF32, kBF16, kI8 };
+// kI16: numbers of activations as two bytes, see below.
+enum class Type { kF32, kBF16, kI8, kI16 };
 
-inline size_t size_of(Type type) { return type == Type::kF32 ? 4 : type == Type::kBF16 ? 2 : 1; }
+inline size_t size_of(Type type) { return type == Type::kF32 ? 4 : type == Type::kI8 ? 1 : 2; }
 
 // Activations [rows, cols] as a product wants them; the columns up to `stride` are zero.
 // I8: groups of 32 columns, value = q * scale; sums: sum of q of a group, which is what the offsets of unsigned
 // weights and the minimum of Q4_1 are corrected with.
+// I16: value = (high + low / 254) * scale, one scale a row; a row is its high bytes and then its low ones, both signed.
 struct Activations {
   Type type;
   int rows, cols;
   int stride;       // elements from row to row, a multiple of 32
   void* data;
-  float* scales;    // I8: [rows, stride / 32]
-  int32_t* sums;    // I8: [rows, stride / 32]
+  float* scales;    // I8: [rows, stride / 32]; I16: [rows]
+  int32_t* sums;    // I8: [rows, stride / 32]; I16: [rows, 2]
 
   const uint8_t* row(int index) const { return (const uint8_t*)data + (size_t)index * stride * size_of(type); }
 };
@@ -122,6 +124,8 @@ struct Kernels {
   void (*merge_parts)(const AttentionTask&);
   // Scratch bytes an attention task of these sizes needs at most.
   size_t (*attention_scratch)(int group, int head_dim, Type cache_type);
+  // Whether products with this matrix take I16 instead of I8. Null: with none.
+  bool (*takes_i16)(const Matrix&);
 };
 
 extern const Kernels kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels, kAmxKernels;  // kAmxKernels: if KLLM_HAS_AMX

@@ -65,7 +65,7 @@ void linear(const Matrix& matrix, Address x, int rows, const std::string& produc
   static thread_local ActivationBuffer activations;
   static thread_local Scratch scratch;
   scratch.reserve(pool().threads(), product_scratch(matrix));
-  const Activations& ready = activations.shape(type_named(product), rows, matrix.cols);
+  const Activations& ready = activations.shape(activation_type(matrix, type_named(product)), rows, matrix.cols);
   prepare((const float*)x, matrix.cols, nullptr, 0, ready);
   multiply(matrix, ready, {Store::kSet, type_named(y_type), (void*)y, (size_t)matrix.rows, (const float*)bias}, scratch);
 }

@@ -1,4 +1,5 @@
-// Activations as products want them: an RMS norm on the way, then float32, bfloat16 or int8 in groups of 32 columns.
+// Activations as products want them: an RMS norm on the way, then float32, bfloat16, int8 in groups of 32 columns, or two
+// bytes in whole rows.
 #pragma once
 
 #include <cmath>
@@ -79,9 +80,38 @@ inline void prepare_row(const float* x, const float* norm, float eps, int cols, 
   for (int group = whole + (rest > 0); group < groups; ++group) out.put(group, zero(), zero());
 }
 
+// A row as two bytes a number, to 1 / 64,516 of its largest.
+inline void prepare_row_i16(const float* x, const float* norm, float eps, const Activations& out, int row) {
+  const vf inverse = set1(norm ? inverse_root(x, out.cols, eps) : 1);
+  auto at = [&](int column) {
+    const int left = out.cols - column;
+    if (left <= 0) return zero();
+    const vf value = left >= kLanes ? load(x + column) : load_n(x + column, left);
+    if (!norm) return value;
+    return value * inverse * (left >= kLanes ? load(norm + column) : load_n(norm + column, left));
+  };
+  vf peak = zero();
+  for (int column = 0; column < out.stride; column += kLanes) peak = max(peak, abs(at(column)));
+  const float most = top(peak);
+  const vf scale = set1(most > 0 ? 127 / most : 0), limit = set1(127.0f);
+  int8_t* high = (int8_t*)out.row(row);
+  int8_t* low = high + out.stride;
+  vi sums[2] = {izero(), izero()};
+  for (int column = 0; column < out.stride; column += kLanes) {
+    const vf value = max(min(at(column) * scale, limit), zero() - limit), whole = round(value);
+    const vi bytes[2] = {to_int(whole), to_int((value - whole) * set1(254.0f))};
+    store_i8(high + column, bytes[0]);
+    store_i8(low + column, bytes[1]);
+    for (int part = 0; part < 2; ++part) sums[part] = sums[part] + bytes[part];
+  }
+  out.scales[row] = most / 127;
+  for (int part = 0; part < 2; ++part) out.sums[2 * row + part] = isum(sums[part]);
+}
+
 // Rows [row, row_end) of x to activations: x * norm / root of (mean(x²) + eps), or x where norm, [cols], is null.
 inline void prepare(const float* x, size_t stride, const float* norm, float eps, const Activations& out, int row, int row_end) {
   const size_t groups = out.stride / kBlock;
+  for (; out.type == Type::kI16 && row < row_end; ++row) prepare_row_i16(x + row * stride, norm, eps, out, row);
   for (; row < row_end; ++row) {
     PreparedRow target{out.type, (uint8_t*)out.row(row), nullptr, nullptr};
     if (out.type == Type::kI8) {

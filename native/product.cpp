@@ -36,6 +36,9 @@ const Activations& ActivationBuffer::shape(Type type, int rows, int cols) {
   if (type == Type::kI8) {
     view_.scales = scales_.of<float>((size_t)rows * (stride / kBlock));
     view_.sums = sums_.of<int32_t>((size_t)rows * (stride / kBlock));
+  } else if (type == Type::kI16) {
+    view_.scales = scales_.of<float>(rows);
+    view_.sums = sums_.of<int32_t>((size_t)rows * 2);
   }
   return view_;
 }
@@ -51,6 +54,11 @@ size_t product_scratch(const Matrix& matrix) {
   constexpr int kWidest = 6;
   const bool dequantised = matrix.format != Format::kF32 && matrix.format != Format::kBF16;
   return dequantised ? (size_t)kWidest * matrix.padded_cols * kPanelRows * sizeof(float) : 0;
+}
+
+Type activation_type(const Matrix& matrix, Type wanted) {
+  const auto takes_i16 = kernels().takes_i16;
+  return wanted == Type::kI8 && takes_i16 && takes_i16(matrix) ? Type::kI16 : wanted;
 }
 
 void prepare(const float* x, size_t stride, const float* norm, float eps, const Activations& out) {

@@ -62,6 +62,9 @@ class Scratch {
 // Bytes a thread needs for products with this matrix.
 size_t product_scratch(const Matrix& matrix);
 
+// What activations for this matrix are to be where a type is asked for.
+Type activation_type(const Matrix& matrix, Type wanted);
+
 // x float [rows, cols], through a norm if there is one, to `out`.
 void prepare(const float* x, size_t stride, const float* norm, float eps, const Activations& out);
 

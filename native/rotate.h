@@ -68,6 +68,7 @@ inline void put_entry(void* cache, float* scales, Type type, size_t index, const
     case Type::kF32: memcpy((float*)cache + at, x, head_dim * sizeof(float)); break;
     case Type::kBF16: put_bf16((uint16_t*)cache + at, x, head_dim); break;
     case Type::kI8: scales[index] = put_i8((int8_t*)cache + at, x, head_dim); break;
+    case Type::kI16: break;  // no cache has it
   }
 }
 

@@ -1,5 +1,7 @@
-// The products of AMX over emulated tiles, beside everything of quantized_probe.cpp. Built for AVX-512 with BF16.
+// The products of AMX beside everything of quantized_probe.cpp. Built for AVX-512 with BF16, over emulated tiles, or for AMX.
+#if !defined(__AMX_TILE__)
 #define KLLM_EMULATED_TILES
+#endif
 #include <string>
 
 #include "gemm_amx.h"
@@ -14,6 +16,7 @@ void gemm_plain(const GemmTask& task) {
     case Type::kF32: return KLLM_ISA::gemm_float<false>(task);
     case Type::kBF16: return KLLM_ISA::gemm_float<true>(task);
     case Type::kI8: return KLLM_ISA::gemm_int8(task);
+    case Type::kI16: return;
   }
 }
 
@@ -38,6 +41,8 @@ Kernels with_gemm(void (*gemm)(const GemmTask&)) {
 }  // namespace
 
 extern "C" {
+
+bool may_use_tiles() { return processor_has_tiles(); }
 
 // sums [rows, 16] += a [rows, 4 * groups bytes] x b [groups, 16 columns, 4 bytes], by one instruction.
 void dot_tiles(int bf16, int rows, int groups, void* sums, const void* a, const void* b) {

@@ -1,4 +1,4 @@
-"""native/gemm_amx.h over emulated tiles: against float64, against AVX-512, and what decides whether AMX is used."""
+"""native/gemm_amx.h over emulated tiles and, where the processor has them, real ones: against float64, against AVX-512, and what decides whether AMX is used."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ FORMATS = ["bfloat16", *QUANTISED]
 ROOM = 1e-6  # of the sum of sizes: float32 sums of at most 544 products
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=["avx512_bf16", "amx"], ids=["emulated", "real"])
 def probe(request: pytest.FixtureRequest) -> Probe:
     source = Path(__file__).parent / "amx_probe.cpp"
-    return Probe(load_probe(request.config, source, ["matrix.cpp", "tile_check.cpp"], "avx512_bf16"))
+    library = load_probe(request.config, source, ["matrix.cpp", "tile_check.cpp"], request.param)
+    if request.param == "amx" and not library.may_use_tiles():
+        pytest.skip("the system does not lend the registers of AMX")
+    return Probe(library)
 
 
 def columns(format_name: str) -> int:
@@ -58,10 +61,10 @@ def multiply(
     count, stride = values.shape
     if y is None:
         y = np.full((count, weights.rows // 2 if weights.gated else weights.rows), np.nan, np.float32)
-    kind = {np.int8: "int8", np.uint16: "bfloat16", np.float32: "float32"}[values.dtype.type]
+    kind = {np.int8: "int8", np.int16: "int16", np.uint16: "bfloat16", np.float32: "float32"}[values.dtype.type]
     weights.library.multiply(
         int(tiles), weights.handle, TYPES[kind], count, stride, pointer(values),
-        pointer(x.scales) if kind == "int8" else None, pointer(x.sums) if kind == "int8" else None,
+        pointer(x.scales if isinstance(x, Prepared) else None), pointer(x.sums if isinstance(x, Prepared) else None),
         STORES[store], TYPES["bfloat16" if y.dtype == np.uint16 else "float32"], pointer(y),
         ctypes.c_size_t(y.strides[0] // y.itemsize), pointer(bias), *(rows or (0, count)),
         *(panels or (0, weights.panels)),
@@ -186,6 +189,51 @@ def test_bias_and_residual(probe: Probe, store: str, kind: str, rows: int) -> No
     assert np.array_equal(y[:, 45:], before[:, 45:])
 
 
+# -- products of int8 weights and activations of two bytes ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 37])
+def test_products_of_two_bytes(probe: Probe, gated: bool, rows: int) -> None:
+    """Of whole rows, against float64: what the bytes stand for, and how near that is to the numbers they came from."""
+    weights = Weights(probe, "int8", 90, 182, gated)  # 192 columns with their padding
+    x = random_rows(rows, 182)
+    ready = probe.prepare(x, "int16")
+    exact = ready.floats()
+    assert np.abs(exact[:, :182] - x).max() <= np.abs(x).max() / 64000
+    expected = exact @ weights.dequantized()[0].astype(np.float64).T
+    if gated:
+        gate, up = np.split(expected, 2, axis=1)
+        expected = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
+    got = multiply(weights, ready, "gated" if gated else "set")
+    np.testing.assert_allclose(got, expected, rtol=3e-6, atol=3e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("store", ["set", "add"])
+def test_rows_of_two_bytes_do_not_depend_on_their_neighbours(probe: Probe, store: str) -> None:
+    rng = np.random.default_rng(7)
+    weights = Weights(probe, "int8", 112, 192, gated=False)
+    ready = probe.prepare(random_rows(41, 192), "int16")
+    y, bias = random_rows(41, 112, 2), rng.standard_normal(112).astype(np.float32)
+    whole = multiply(weights, ready, store, y.copy(), bias)
+    for first, end in ((0, 1), (1, 17), (17, 41), (40, 41)):
+        part = multiply(weights, ready, store, y.copy(), bias, rows=(first, end))
+        np.testing.assert_array_equal(part[first:end], whole[first:end])
+        np.testing.assert_array_equal(part[:first], y[:first])
+        np.testing.assert_array_equal(part[end:], y[end:])
+    odd = multiply(weights, ready, store, y.copy(), bias, panels=(2, 5))
+    np.testing.assert_array_equal(odd[:, 32:80], whole[:, 32:80])
+
+
+def test_the_largest_numbers_of_two_bytes(probe: Probe) -> None:
+    """Rows of zeros, and sums as large as they get."""
+    weights = Weights(probe, "int8", 16, 1536, gated=False)
+    x = np.stack([np.zeros(1536), np.sign(weights.dequantized()[0][0]) * 1e4]).astype(np.float32)
+    got = multiply(weights, probe.prepare(x, "int16"))
+    assert (got[0] == 0).all()
+    np.testing.assert_allclose(got[1], x[1].astype(np.float64) @ weights.dequantized()[0].astype(np.float64).T, rtol=1e-5, atol=1)
+
+
 # -- products of int8 and float32 ---------------------------------------------------------------------------------
 
 
@@ -245,7 +293,8 @@ def test_tiles_are_tried_out_in_a_child_process(probe: Probe, kind: str, expecte
 REAL_TILES = """
 #include "gemm_amx.h"
 using namespace kllm;
-template void amx::bf16_group<4>(const GemmTask&, const amx::RowTiles&, int);
+template void amx::bf16_groups<4>(const GemmTask&, int&);
+template void amx::i16_panels<2>(const GemmTask&, int&);
 template void amx::int8_panels<Format::kQ4_1, 2>(const GemmTask&, const amx::RowTiles&, int);
 """
 

@@ -15,8 +15,14 @@ import pytest
 NATIVE = Path(__file__).parents[2] / "native"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
-FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
-_CPU_FLAGS = {"avx2": "avx2", "avx512": "avx512_vnni", "avx512_bf16": "avx512_bf16"}
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+FLAGS = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512_BF16,
+    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+_CPU_FLAGS = {"avx2": "avx2", "avx512": "avx512_vnni", "avx512_bf16": "avx512_bf16", "amx": "amx_int8"}
 # As in CMakeLists.txt; gcc 12's own headers of AVX-512 set off the warning.
 _OPTIONS = ("-std=c++20", "-O3", "-ffp-contract=off", "-Wall", "-Wno-maybe-uninitialized", "-fPIC", "-shared")
 

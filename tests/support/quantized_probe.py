@@ -12,7 +12,7 @@ import torch
 from kllm.hub.gguf import TENSOR_TYPES, TensorType
 from kllm.quantization.block_decoders import decode
 
-TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
+TYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int16": 3}
 STORES = {"set": 0, "add": 1, "gated": 2}
 BLOCK_TYPES: dict[str, TensorType] = {
     kind.name.lower(): kind for kind in TENSOR_TYPES.values() if kind.name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -36,13 +36,17 @@ def random_blocks(format_name: str, rows: int, cols: int, rng: np.random.Generat
 
 @dataclass(frozen=True)
 class Prepared:
-    """int8 activations of `rows` rows: values [rows, stride], scales and sums [rows, stride / 32]."""
+    """Activations of `rows` rows, int8: values [rows, stride], scales and sums [rows, stride / 32]; int16, high bytes of a
+    row before its low ones: values [rows, stride], scales [rows], sums [rows, 2]."""
 
     values: np.ndarray
     scales: np.ndarray
     sums: np.ndarray
 
     def floats(self) -> np.ndarray:
+        if self.values.dtype == np.int16:
+            high, low = np.split(self.values.view(np.int8).astype(np.float64), 2, axis=1)
+            return (high + low / 254) * self.scales[:, None].astype(np.float64)
         return self.values.astype(np.float64) * np.repeat(self.scales.astype(np.float64), 32, axis=1)
 
 
@@ -59,14 +63,17 @@ class Probe:
         """x float32 [rows, cols]: Prepared, or float32 / bfloat16 bits [rows, stride]."""
         rows, cols = x.shape
         stride = -(-cols // 32) * 32
-        dtype = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[kind]
+        dtype = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8, "int16": np.int16}[kind]
         values = np.full((rows, stride), 99, dtype)
-        scales, sums = np.full((rows, stride // 32), np.nan, np.float32), np.full((rows, stride // 32), 99, np.int32)
+        groups = 2 if kind == "int16" else stride // 32
+        scales, sums = np.full((rows, stride // 32), np.nan, np.float32), np.full((rows, groups), 99, np.int32)
+        if kind == "int16":
+            scales = np.full(rows, np.nan, np.float32)
         self.library.prepare(
             pointer(x), ctypes.c_size_t(x.strides[0] // 4), pointer(norm), ctypes.c_float(eps), TYPES[kind],
             rows, cols, stride, pointer(values), pointer(scales), pointer(sums),
         )  # fmt: skip
-        return Prepared(values, scales, sums) if kind == "int8" else values
+        return Prepared(values, scales, sums) if kind in ("int8", "int16") else values
 
 
 class Weights:
