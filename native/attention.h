@@ -96,9 +96,10 @@ class Attention {
     }
     TileBuilder<kType> builder(task_, work_.tile, head, heads, 0, context);
     load_queries(query);
+    for (int i = 0; i < heads; ++i) sums_[i] = work_.whole.from(i * rows_, dims_);
+    attend(builder, 0, context < kPartKeys ? context : kPartKeys);  // nothing came before it
     for (int i = 0; i < heads; ++i) sums_[i] = work_.part.from(i * rows_, dims_);
-    clear_rows(work_.whole, 0, heads * rows_, dims_);
-    for (int start = 0; start < context; start += kPartKeys) {
+    for (int start = kPartKeys; start < context; start += kPartKeys) {
       attend(builder, start, context < start + kPartKeys ? context : start + kPartKeys);
       for (int i = 0; i < heads; ++i) {
         for (int row = i * rows_ + first_row(start); row < (i + 1) * rows_; ++row) {

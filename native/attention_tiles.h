@@ -38,6 +38,16 @@ struct ValueTiles {
   }
 };
 
+// 2^x for x <= 0, to 1e-4, and not below 2^-125. Without the instructions for it, which only one unit has.
+KLLM_INLINE vf power2_coarse(vf x) {
+  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: floats from here on have no fraction
+  x = max(x, set1(-125.0f));
+  const vf shifted = x + set1(kWhole), r = x - (shifted - set1(kWhole));
+  vf p = fma(set1(5.500892866e-02f), r, set1(2.422109601e-01f));
+  p = fma(fma(p, r, set1(6.932829276e-01f)), r, set1(1.0f));
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23)))};
+}
+
 // A piece of memory that tiles are read from: 64 bytes of each of 16 rows, the next 64 bytes `step` further on.
 struct TileLoads {
   const uint8_t* data;
@@ -211,8 +221,54 @@ struct TiledRows : RowsOfTile<kType, kExact> {
     return {copies, bytes, kStepBytes};
   }
 
+  void softmax(int row, int count, float* scores, Maxima& maxima) const {
+    if constexpr (kBytes) softmax_bytes(row, count, scores, maxima);
+    else if (visible(row) == kTileKeys) softmax_floats<false>(row, count, scores, maxima);
+    else softmax_floats<true>(row, count, scores, maxima);
+  }
+
+  // Maxima are taken of products before they are scaled: the scale, which is above 0, is the same for all.
+  template <bool kSomeMasked>
+  KLLM_APART void softmax_floats(int row, int count, const float* scores, Maxima& maxima) const {
+    alignas(64) float here[kTileRows + kLanes] = {};
+    const vf scale = set1(work.scales[base + row]);
+    for (int r = 0; r < count; r += 4) {
+      vf peaks[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) peaks[i] = peak<kSomeMasked>(row + r + i, scores + (r + i) * kTileKeys);
+      store(here + r, tops(peaks) * scale);
+    }
+    Base::raise(row, count, load(here), maxima);
+    float* total = sums.total + (size_t)row * kLanes;
+    uint8_t* p = work.tiled.p;
+    for (int r = 0; r < count; ++r, total += kLanes, scores += kTileKeys, p += kPStride) {
+      const vf below = set1(-maxima.after[r]);
+      const int seen = kSomeMasked ? visible(row + r) : kTileKeys;
+      vf shares[kKeyLines];
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeyLines; ++i) {
+        shares[i] = power2_coarse(fma(load(scores + i * kLanes), scale, below));
+        if constexpr (kSomeMasked) shares[i] = first_n(shares[i], seen - i * kLanes, zero());
+        store_bf16((uint16_t*)p + i * kLanes, shares[i]);
+      }
+      store(total, fma(load(total), set1(maxima.factors[r]), (shares[0] + shares[1]) + (shares[2] + shares[3])));
+    }
+  }
+
+  // The largest scores of a row, one a lane. Past the last row: of what is there.
+  template <bool kSomeMasked>
+  KLLM_INLINE vf peak(int row, const float* scores) const {
+    vf line[kKeyLines];
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeyLines; ++i) {
+      line[i] = load(scores + i * kLanes);
+      if constexpr (kSomeMasked) line[i] = first_n(line[i], visible(row) - i * kLanes, set1(kMasked));
+    }
+    return max(max(line[0], line[1]), max(line[2], line[3]));
+  }
+
   // As softmax of attention_rows.h, of up to 16 rows.
-  KLLM_APART void softmax(int row, int count, float* scores, Maxima& maxima) const {
+  KLLM_APART void softmax_bytes(int row, int count, float* scores, Maxima& maxima) const {
     alignas(64) float here[kTileRows + kLanes] = {};
     int first = 0;
     for (; first + kFew <= count; first += kFew) exponents_of<kFew>(row + first, first, scores, here);

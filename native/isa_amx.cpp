@@ -10,6 +10,7 @@ namespace {
 constexpr Kernels with_tiles(Kernels table) {
   table.gemm = amx::gemm_tiles;
   table.takes_i16 = amx::takes_i16;
+  table.row_chunk = 128;  // whole tiles
   return table;
 }
 

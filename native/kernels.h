@@ -126,6 +126,8 @@ struct Kernels {
   size_t (*attention_scratch)(int group, int head_dim, Type cache_type);
   // Whether products with this matrix take I16 instead of I8. Null: with none.
   bool (*takes_i16)(const Matrix&);
+  // Rows of activations that a task takes of many: they stay in the second-level cache beside the weights.
+  int row_chunk = 120;
 };
 
 extern const Kernels kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels, kAmxKernels;  // kAmxKernels: if KLLM_HAS_AMX

@@ -9,7 +9,6 @@ namespace kllm {
 namespace {
 
 constexpr int kLeastTasks = 3;        // a thread, to even out a disturbed one
-constexpr int kRowChunk = 120;        // rows of activations that stay in the second-level cache beside the weights
 constexpr int kPanelChunk = 8;        // panels a task takes from many rows: a multiple of the widest micro tiles
 constexpr int kSerialFloats = 8192;   // work below this is done by the caller
 
@@ -70,7 +69,7 @@ void prepare(const float* x, size_t stride, const float* norm, float eps, const 
 }
 
 void multiply(const Matrix& matrix, const Activations& x, const Sink& sink, const Scratch& scratch) {
-  const int row_chunks = divide_up(x.rows, kRowChunk);
+  const int row_chunks = divide_up(x.rows, kernels().row_chunk);
   const int row_chunk = divide_up(x.rows, row_chunks);
   const int panel_chunk = row_chunks > 1 ? kPanelChunk : panels_of_task(matrix.panels, x.rows, pool().threads());
   const int panel_chunks = divide_up(matrix.panels, panel_chunk);
