@@ -55,7 +55,7 @@ struct TiledWorkspace {
   static constexpr int kHeads = 16;  // for so many there is room in `columns`
 
   uint8_t* columns;     // [kHeads][dims / 2] lines of 16 pairs of bfloat16: q transposed
-  uint8_t* by_key;      // [64] lines of 16 scores of a key
+  uint8_t* by_key;      // [64] lines of 16 scores of a key; or [16, dims] sums
   float* scores[2];     // [16, 64]
   uint8_t* p;           // [16] rows of probabilities, 256 bytes each
   uint8_t* weighted[2]; // [16, dims] sums of a tile
@@ -100,7 +100,7 @@ struct Workspace {
     if (tiled_type(type)) {
       constexpr int kRows = TiledWorkspace::kRows;
       tiled.columns = carver.take<uint8_t>(TiledWorkspace::kHeads * dims / 2 * 64 + kApart);
-      tiled.by_key = carver.take<uint8_t>(kTileKeys * 64 + kApart);
+      tiled.by_key = carver.take<uint8_t>((dims < kTileKeys ? kTileKeys : dims) * 64 + kApart);
       tiled.p = carver.take<uint8_t>(kRows * kTileKeys * 4 + kApart);
       for (int i = 0; i < 2; ++i) {
         tiled.scores[i] = carver.take<float>(kRows * kTileKeys + kApart / 4);

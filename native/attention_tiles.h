@@ -41,7 +41,7 @@ struct ValueTiles {
 // 2^x for x <= 0, to 1e-4, and not below 2^-125. Without the instructions for it, which only one unit has.
 KLLM_INLINE vf power2_coarse(vf x) {
   constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: floats from here on have no fraction
-  x = max(x, set1(-125.0f));
+  x = max(set1(-125.0f), x);  // in this order NaN stays
   const vf shifted = x + set1(kWhole), r = x - (shifted - set1(kWhole));
   vf p = fma(set1(5.500892866e-02f), r, set1(2.422109601e-01f));
   p = fma(fma(p, r, set1(6.932829276e-01f)), r, set1(1.0f));
@@ -162,7 +162,8 @@ struct TiledRows : RowsOfTile<kType, kExact> {
       const int count = end - row < kBlock ? end - row : kBlock;
       if (row + kBlock < end) score(row + kBlock, lines, work.tiled.scores[!turn]);
       softmax(row, count, work.tiled.scores[turn], maxima[turn]);
-      weigh(keys, work.tiled.weighted[turn]);
+      if (kBytes || visible(row) >= tile.count() || tile.values_are_finite()) weigh(keys, work.tiled.weighted[turn]);
+      else weigh_apart(row, count, keys, work.tiled.weighted[turn]);
       if (block > 0) add(row - kBlock, kBlock, work.tiled.weighted[!turn], maxima[!turn]);
       if (row + count == end) add(row, count, work.tiled.weighted[turn], maxima[turn]);
     }
@@ -294,6 +295,20 @@ struct TiledRows : RowsOfTile<kType, kExact> {
     const TileLoads p{work.tiled.p, kPStride, kStepBytes};
     for (int lines = dims / kLanes; lines > 0; lines -= 4, values.data += 256, out += 256)
       multiply_rows<ValueTiles<kType>>(p, values, (keys + kStepKeys - 1) / kStepKeys, lines, out, stride);
+  }
+
+  // The same where values that some rows do not see are not finite: 0 times those is not 0. Each row gets the values that
+  // it sees; those of the tile are written again.
+  KLLM_APART void weigh_apart(int row, int count, int keys, uint8_t* out) const {
+    for (int r = 0, seen = 0; r < count; ++r) {
+      if (visible(row + r) != seen) {
+        seen = visible(row + r);
+        tile.write_values(seen);
+        weigh(keys, work.tiled.by_key);
+      }
+      memcpy(out + (size_t)r * dims * 4, work.tiled.by_key + (size_t)r * dims * 4, (size_t)dims * 4);
+    }
+    tile.write_values(kTileKeys);
   }
 
   // Adds what weigh() has left of `count` rows.

@@ -228,9 +228,32 @@ class TileBuilder {
   void build_keys() { write_keys(); }
 
   void build_values() {
-    write_values();
+    write_values(values, kTiled<kType> ? kTileKeys : count());
     keys_ahead.ask_all();
     values_ahead.ask_all();
+  }
+
+  // Values of the first `seen` keys, zeros for those after: tile instructions take all 64, and 0 times 0 is 0.
+  void write_values(int seen) {
+    const uint8_t* rows[kTileKeys];
+    for (int key = 0; key < kTileKeys; ++key) rows[key] = key < seen ? values[key] : tile_.blank;
+    write_values(rows, kTileKeys);
+  }
+
+  int count() const { return spots().count; }
+
+  // Of bfloat16.
+  bool values_are_finite() const {
+#if defined(__AVX512F__)
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    for (int key = 0; key < spots().count; ++key) {
+      for (int at = 0; at < dims_ * (int)kSize; at += 64) {
+        const __m512i bits = _mm512_and_si512(wload(values[key] + at).v, exponent);
+        if (_mm512_cmpeq_epi16_mask(bits, exponent)) return false;
+      }
+    }
+#endif
+    return true;
   }
 
   // Bytes from the selected head's key to that of the next token; holds within 16 tokens, from a multiple of 16 on, if
@@ -329,13 +352,12 @@ class TileBuilder {
     }
   }
 
-  void write_values() {
+  void write_values(const uint8_t* const* rows, int count) {
     constexpr int kDepth = Dot::kDepth;
-    const int count = kTiled<kType> ? kTileKeys : spots().count;  // tile instructions take all: 0 times 0, not times anything
     typename Dot::Word* out = (typename Dot::Word*)tile_.values;
     for (int key = 0; key < count; key += kDepth) {
       for (int dim = 0; dim < dims_; dim += kLanes * kDepth, out += kDepth) {
-        Cache::interleaved(values + key, dim * kSize, out);
+        Cache::interleaved(rows + key, dim * kSize, out);
         if constexpr (kTiled<kType>) keys_ahead.ask(2), values_ahead.ask(2);
       }
     }

@@ -14,6 +14,7 @@ extern "C" {
 size_t attention_scratch(int group, int head_dim, int type) { return KLLM_ISA::attention_scratch(group, head_dim, (Type)type); }
 size_t floats_of_part(int head_dim) { return part_floats(head_dim); }
 bool rounds_to_bytes() { return KLLM_ISA::CacheTraits<Type::kI8>::KeyDot::kDepth == 4; }
+bool by_tiles() { return KLLM_ISA::tiled_type(Type::kBF16); }
 int keys_of_part() { return kPartKeys; }
 int bytes_of_attention_task() { return (int)sizeof(AttentionTask); }
 int bytes_of_rotate_task() { return (int)sizeof(RotateTask); }

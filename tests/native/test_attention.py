@@ -126,3 +126,22 @@ def test_a_value_that_is_not_finite_spoils_no_query_before_it(
     spoilt = case.attend(attention_library, 9)
     np.testing.assert_array_equal(spoilt[:4], clean[:4])
     assert np.isnan(spoilt[4:]).all()
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_values_that_are_not_finite_in_tiles(attention_library: ctypes.CDLL, group: int) -> None:
+    """Sixteen rows meet them together, and only those that see them are spoilt."""
+    if not attention_library.by_tiles():
+        pytest.skip("without AMX there are no tiles")
+    case = Case(
+        np.random.default_rng(4), BF16, head_dim=64, group=group, kv_heads=2, block_tokens=16, context=75, queries=40
+    )
+    clean = case.attend(attention_library, 40)
+    where = case.table[70 // 16], 70 % 16
+    for cache, bits in ((case.v, 0x7FC0), (case.v, 0x7F80), (case.k, 0x7FC0)):
+        before = cache[where].copy()
+        cache[where][..., 5] = bits
+        spoilt = case.attend(attention_library, 40)
+        np.testing.assert_array_equal(spoilt[:35], clean[:35])
+        assert not np.isfinite(spoilt[35:]).all(-1).any()
+        cache[where] = before
