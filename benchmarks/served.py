@@ -1,6 +1,7 @@
 """The highest rate at which a server keeps its latencies: kLLM in several formats, and vLLM.
 
-    python benchmarks/served.py [--servers vllm-bf16,kllm-bf16,kllm-int8,kllm-4bit] [--requests 200] [--json]
+    python benchmarks/served.py [--servers vllm-bf16,kllm-bf16,kllm-int8,kllm-4bit] [--requests 200]
+                                [--first vllm-bf16=1.2,kllm-int8=2.4] [--json]
 
 Requests of 512 tokens in and 128 out come as a Poisson process, always the same one, faster and faster, each with a
 prompt that was never sent before. A rate is kept
@@ -114,11 +115,17 @@ def highest_rate(place: Place, first: float, requests: int, console: Console) ->
     return {"highest_rps": best, "tried": tried}
 
 
+def first_rates(text: str) -> dict[str, float]:
+    pairs = (pair.split("=") for pair in text.split(","))
+    return {name: float(rate) for name, rate in pairs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=lambda text: text.split(","), default=list(SERVERS))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=200, help="of each rate")
+    parser.add_argument("--first", type=first_rates, default={}, help="requests/s to begin with: server=rate, …")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file that keeps the figures, by server")
     arguments = parser.parse_args()
@@ -131,6 +138,7 @@ def main() -> None:
     source = resolve(arguments.model)
     for name in arguments.servers:
         command, first = SERVERS[name]
+        first = arguments.first.get(name, first)
         console.print(f"starting {name}")
         with tempfile.TemporaryDirectory(prefix="kllm-served-") as folder:
             [place] = free_places(1, Path(folder))
