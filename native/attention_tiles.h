@@ -133,7 +133,8 @@ inline uint8_t* columns_of(const Workspace& work, int head, int dims) {
 // q of a head's `rows` rows of `words` words: [words] lines with a row in each lane.
 inline void transpose_query(const uint8_t* q, int rows, int words, uint8_t* columns) {
   for (int row = 0; row < rows; ++row)
-    for (int word = 0; word < words; ++word) memcpy(columns + word * kTileRowBytes + row * 4, q + ((size_t)row * words + word) * 4, 4);
+    for (int word = 0; word < words; ++word)
+      memcpy(columns + word * kTileRowBytes + row * 4, q + ((size_t)row * words + word) * 4, 4);
 }
 
 template <Type kType, bool kExact>
@@ -284,7 +285,8 @@ struct TiledRows : RowsOfTile<kType, kExact> {
   KLLM_INLINE void exponents_of(int row, int first, float* scores, float* here) const {
     scores += first * kProducts * kTileKeys;
     const bool all = visible(row) == kTileKeys;
-    store(here + first, all ? Base::template exponents<kRows, false>(row, scores) : Base::template exponents<kRows, true>(row, scores));
+    store(here + first, all ? Base::template exponents<kRows, false>(row, scores)
+                            : Base::template exponents<kRows, true>(row, scores));
   }
 
   // Values of the tile, weighted, to [16, dims] sums.

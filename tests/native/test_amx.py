@@ -1,4 +1,5 @@
-"""native/gemm_amx.h over emulated tiles and, where the processor has them, real ones: against float64, against AVX-512, and what decides whether AMX is used."""
+"""native/gemm_amx.h over emulated tiles and, where the processor has them, real ones: against float64, against AVX-512,
+and what decides whether AMX is used."""
 
 from __future__ import annotations
 
@@ -231,7 +232,8 @@ def test_the_largest_numbers_of_two_bytes(probe: Probe) -> None:
     x = np.stack([np.zeros(1536), np.sign(weights.dequantized()[0][0]) * 1e4]).astype(np.float32)
     got = multiply(weights, probe.prepare(x, "int16"))
     assert (got[0] == 0).all()
-    np.testing.assert_allclose(got[1], x[1].astype(np.float64) @ weights.dequantized()[0].astype(np.float64).T, rtol=1e-5, atol=1)
+    expected = x[1].astype(np.float64) @ weights.dequantized()[0].astype(np.float64).T
+    np.testing.assert_allclose(got[1], expected, rtol=1e-5, atol=1)
 
 
 # -- products of int8 and float32 ---------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ def random_blocks(format_name: str, rows: int, cols: int, rng: np.random.Generat
 
 @dataclass(frozen=True)
 class Prepared:
-    """Activations of `rows` rows, int8: values [rows, stride], scales and sums [rows, stride / 32]; int16, high bytes of a
-    row before its low ones: values [rows, stride], scales [rows], sums [rows, 2]."""
+    """Activations of `rows` rows. int8: values [rows, stride], scales and sums [rows, stride / 32]. int16, high bytes
+    of a row before its low ones: values [rows, stride], scales [rows], sums [rows, 2]."""
 
     values: np.ndarray
     scales: np.ndarray
