@@ -93,12 +93,12 @@ inline void prepare_row_i16(const float* x, const float* norm, float eps, const 
   vf peak = zero();
   for (int column = 0; column < out.stride; column += kLanes) peak = max(peak, abs(at(column)));
   const float most = top(peak);
-  const vf scale = set1(most > 0 ? 127 / most : 0), limit = set1(127.0f);
+  const vf scale = set1(most > 0 ? 127 / most : 0);
   int8_t* high = (int8_t*)out.row(row);
   int8_t* low = high + out.stride;
   vi sums[2] = {izero(), izero()};
   for (int column = 0; column < out.stride; column += kLanes) {
-    const vf value = max(min(at(column) * scale, limit), zero() - limit), whole = round(value);
+    const vf value = at(column) * scale, whole = round(value);
     const vi bytes[2] = {to_int(whole), to_int((value - whole) * set1(254.0f))};
     store_i8(high + column, bytes[0]);
     store_i8(low + column, bytes[1]);
