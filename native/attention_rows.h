@@ -84,7 +84,7 @@ struct Workspace {
     q = carver.take<uint8_t>((rows + surplus) * dims * 4);
     scales = carver.take<float>(rows);
     starts = carver.take<int32_t>(rows * 2);
-    limits = carver.take<int>(rows);
+    limits = carver.take<int>(rows + surplus);
     for (Sums* sums : {&part, &whole}) {
       *sums = {carver.take<float>(rows * dims), carver.take<float>(rows * kLanes), carver.take<float>(rows)};
     }

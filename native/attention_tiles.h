@@ -244,12 +244,12 @@ struct TiledRows : RowsOfTile<kType, kExact> {
     float* total = sums.total + (size_t)row * kLanes;
     uint8_t* p = work.tiled.p;
     for (int r = 0; r < count; ++r, total += kLanes, scores += kTileKeys, p += kPStride) {
-      const vf below = set1(-maxima.after[r]);
+      const vf top = set1(maxima.after[r]);
       const int seen = kSomeMasked ? visible(row + r) : kTileKeys;
       vf shares[kKeyLines];
 #pragma GCC unroll 4
       for (int i = 0; i < kKeyLines; ++i) {
-        shares[i] = power2_coarse(fma(load(scores + i * kLanes), scale, below));
+        shares[i] = power2_coarse(load(scores + i * kLanes) * scale - top);  // 0 at the top
         if constexpr (kSomeMasked) shares[i] = first_n(shares[i], seen - i * kLanes, zero());
         store_bf16((uint16_t*)p + i * kLanes, shares[i]);
       }

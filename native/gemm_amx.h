@@ -90,7 +90,7 @@ struct ByteSums {
     const Activations& x = *task.x;
     const int row = at.row();
     const int32_t* tile = (const int32_t*)sums + at.lane() * kLanes;
-    const vi offsets[2] = {iset1(x.sums[2 * row] * kByteOffset), iset1(x.sums[2 * row + 1] * kByteOffset)};
+    const vi offsets[2] = {offset(x.sums[2 * row]), offset(x.sums[2 * row + 1])};
     for (int n = 0; n < NB; ++n) {
       const vf high = to_float(iload(tile + n * kTile) - offsets[0]), low = to_float(iload(tile + (NB + n) * kTile) - offsets[1]);
       const vf scale = load(task.matrix->row_scales + (at.panel + n) * kPanelRows) * set1(x.scales[row]);
@@ -99,7 +99,8 @@ struct ByteSums {
   }
 
  private:
-  static constexpr int kByteOffset = 128;  // of stored weights
+  // Of stored weights, which are 128 more. Sums of what was not finite may be any number.
+  static KLLM_INLINE vi offset(int32_t sum) { return iset1((int32_t)((uint32_t)sum * 128u)); }
 };
 
 // Where tiles leave their sums, and what brings these out.

@@ -10,7 +10,8 @@ namespace {
 constexpr Kernels with_tiles(Kernels table) {
   table.gemm = amx::gemm_tiles;
   table.takes_i16 = amx::takes_i16;
-  table.row_chunk = 128;  // whole tiles
+  table.row_chunk = 128;
+  table.row_unit = 16;  // a tile
   return table;
 }
 

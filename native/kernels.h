@@ -128,6 +128,7 @@ struct Kernels {
   bool (*takes_i16)(const Matrix&);
   // Rows of activations that a task takes of many: they stay in the second-level cache beside the weights.
   int row_chunk = 120;
+  int row_unit = 1;  // of how many rows a task takes
 };
 
 extern const Kernels kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels, kAmxKernels;  // kAmxKernels: if KLLM_HAS_AMX

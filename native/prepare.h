@@ -80,7 +80,8 @@ inline void prepare_row(const float* x, const float* norm, float eps, int cols, 
   for (int group = whole + (rest > 0); group < groups; ++group) out.put(group, zero(), zero());
 }
 
-// A row as two bytes a number, to 1 / 64,516 of its largest.
+// A row as two bytes a number, to 1 / 64,516 of its largest. A number that is not finite makes the scale NaN, and so all that
+// is multiplied with the row: bytes cannot tell.
 inline void prepare_row_i16(const float* x, const float* norm, float eps, const Activations& out, int row) {
   const vf inverse = set1(norm ? inverse_root(x, out.cols, eps) : 1);
   auto at = [&](int column) {
@@ -90,8 +91,12 @@ inline void prepare_row_i16(const float* x, const float* norm, float eps, const 
     if (!norm) return value;
     return value * inverse * (left >= kLanes ? load(norm + column) : load_n(norm + column, left));
   };
-  vf peak = zero();
-  for (int column = 0; column < out.stride; column += kLanes) peak = max(peak, abs(at(column)));
+  vf peak = zero(), spoilt = zero();
+  for (int column = 0; column < out.stride; column += kLanes) {
+    const vf value = at(column);
+    peak = max(peak, abs(value));
+    spoilt = fma(value, zero(), spoilt);
+  }
   const float most = top(peak);
   const vf scale = set1(most > 0 ? 127 / most : 0);
   int8_t* high = (int8_t*)out.row(row);
@@ -104,7 +109,7 @@ inline void prepare_row_i16(const float* x, const float* norm, float eps, const 
     store_i8(low + column, bytes[1]);
     for (int part = 0; part < 2; ++part) sums[part] = sums[part] + bytes[part];
   }
-  out.scales[row] = most / 127;
+  out.scales[row] = most / 127 + sum(spoilt);
   for (int part = 0; part < 2; ++part) out.sums[2 * row + part] = isum(sums[part]);
 }
 

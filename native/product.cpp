@@ -70,7 +70,8 @@ void prepare(const float* x, size_t stride, const float* norm, float eps, const 
 
 void multiply(const Matrix& matrix, const Activations& x, const Sink& sink, const Scratch& scratch) {
   const int row_chunks = divide_up(x.rows, kernels().row_chunk);
-  const int row_chunk = divide_up(x.rows, row_chunks);
+  const int unit = kernels().row_unit;
+  const int row_chunk = row_chunks > 1 ? divide_up(divide_up(x.rows, row_chunks), unit) * unit : x.rows;
   const int panel_chunk = row_chunks > 1 ? kPanelChunk : panels_of_task(matrix.panels, x.rows, pool().threads());
   const int panel_chunks = divide_up(matrix.panels, panel_chunk);
   pool().run(row_chunks * panel_chunks, [&](int task, int thread) {

@@ -184,14 +184,15 @@ def _gather(cache: torch.Tensor, blocks: torch.Tensor, name: str, buffers: dict[
 def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """One query per head and row: q [B, H, C], k [B, L, C], v [B, L, Cv], mask [B, 1, L]. Returns [B, H, Cv]."""
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    weights = torch.softmax(scores, dim=-1)
-    out = torch.bmm(weights, v)
-    return out if bool(out.sum(dtype=torch.float32).isfinite()) else _weigh_apart(weights, v)
+    return _weigh(torch.softmax(scores, dim=-1), v)
 
 
-def _weigh_apart(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _weigh(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """weights [B, M, L] x v [B, L, Cv], rows that are not finite without an effect on others. With AMX, oneDNN reads on
     into the next row where L is no multiple of 32, and multiplies what it finds there by 0: NaN, if that is NaN."""
+    out = torch.bmm(weights, v)
+    if bool(out.sum(dtype=torch.float32).isfinite()):
+        return out
     broken = weights.isnan()
     return torch.bmm(weights.masked_fill(broken, 0), v).masked_fill_(broken.any(dim=-1, keepdim=True), float("nan"))
 
@@ -235,8 +236,7 @@ def attend_chunk(
             own.masked_fill_(torch.ones(tile, tile, dtype=torch.bool).triu_(1), float("-inf"))
         else:  # three times as fast
             own += torch.full((tile, tile), float("-inf"), dtype=q.dtype).triu_(1)
-        weights = torch.softmax(scores, dim=-1)
-        result = _weigh_apart(weights, v[:, :end]) if doubtful else torch.bmm(weights, v[:, :end])
+        result = _weigh(torch.softmax(scores, dim=-1), v[:, :end])
         out[first:last] = result.view(heads, group, tile, -1).permute(2, 0, 1, 3)
     if doubtful:
         out.masked_fill_(broken.cummax(dim=1).values.T[:, :, None, None], float("nan"))

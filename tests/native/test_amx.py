@@ -226,6 +226,22 @@ def test_rows_of_two_bytes_do_not_depend_on_their_neighbours(probe: Probe, store
     np.testing.assert_array_equal(odd[:, 32:80], whole[:, 32:80])
 
 
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("column", [0, 17, 181])
+def test_two_bytes_of_a_number_that_is_not_finite(probe: Probe, column: int, value: float, normed: bool) -> None:
+    """It spoils its row, and no other."""
+    weights = Weights(probe, "int8", 40, 182, gated=False)
+    norm = np.ones(182, np.float32) if normed else None
+    x = random_rows(5, 182)
+    clean = multiply(weights, probe.prepare(x, "int16", norm))
+    x[2, column] = value
+    spoilt = multiply(weights, probe.prepare(x, "int16", norm))
+    assert not np.isfinite(spoilt[2]).any()
+    others = [0, 1, 3, 4]
+    np.testing.assert_array_equal(spoilt[others], clean[others])
+
+
 def test_the_largest_numbers_of_two_bytes(probe: Probe) -> None:
     """Rows of zeros, and sums as large as they get."""
     weights = Weights(probe, "int8", 16, 1536, gated=False)
