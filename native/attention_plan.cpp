@@ -6,24 +6,19 @@
 
 namespace kllm {
 
-namespace {
-
-constexpr int kQueryChunk = 128;  // queries of a row that one task takes
-
-}  // namespace
-
 void AttentionPlan::all_tokens(const Span* spans, int rows, int kv_heads) {
   queries_.clear();
   splits_.clear();
   const bool share_out = rows < 2 * pool().threads();
+  const int chunk = kernels().query_chunk;
   for (int row = 0; row < rows; ++row) {
     const Span& span = spans[row];
     if (span.count == 1) {
       add_single(row, (int)span.start, (int)span.context, kv_heads, share_out);
       continue;
     }
-    for (int first = 0; first < span.count; first += kQueryChunk) {
-      const int count = std::min(kQueryChunk, (int)span.count - first);
+    for (int first = 0; first < span.count; first += chunk) {
+      const int count = std::min(chunk, (int)span.count - first);
       const int context = (int)(span.context - span.count) + first + 1;
       for (int head = 0; head < kv_heads; ++head)
         queries_.push_back({row, (int)span.start + first, count, context, head, 0, kWhole, 0});

@@ -129,6 +129,7 @@ struct Kernels {
   // Rows of activations that a task takes of many: they stay in the second-level cache beside the weights.
   int row_chunk = 120;
   int row_unit = 1;  // of how many rows a task takes
+  int query_chunk = 64;  // queries of a row that a task of attention takes
 };
 
 extern const Kernels kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels, kAmxKernels;  // kAmxKernels: if KLLM_HAS_AMX
