@@ -91,9 +91,8 @@ def server(live_model: Path) -> Iterator[LiveServer]:
 def test_says_what_a_single_instance_says(server: LiveServer, expected: list[Output]) -> None:
     assert " 4 instances," in server.ready_line
     assert ask_all(server, REQUESTS, 8) == expected
-    figures = server.metrics()
-    assert figures["kllm:kv_transfer_blocks_total"] > 0, "KV moved between processes"
-    assert figures["kllm:kv_transfer_failures_total"] == 0
+    wait_until(lambda: server.metrics()["kllm:kv_transfer_blocks_total"] > 0, "KV moved between processes")
+    assert server.metrics()["kllm:kv_transfer_failures_total"] == 0
     server.wait_idle()
 
 
