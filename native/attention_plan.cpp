@@ -53,7 +53,7 @@ void AttentionPlan::add_single(int row, int token, int context, int kv_heads, bo
   splits_.push_back({row, token, context});
 }
 
-// So that no thread begins a long task when the others are done.
+// So that no thread begins a long task when the others are done: sorted, and dealt out to the threads' parts.
 void AttentionPlan::longest_first() {
   auto work = [](const Query& query) {
     const int keys = query.part == kWhole ? query.context + query.queries / 2
@@ -61,6 +61,11 @@ void AttentionPlan::longest_first() {
     return (int64_t)query.queries * (query.more_heads + 1) * keys;
   };
   std::stable_sort(queries_.begin(), queries_.end(), [&](const Query& a, const Query& b) { return work(a) > work(b); });
+  const std::vector<Query> sorted = queries_;
+  const size_t threads = pool().threads();
+  queries_.clear();
+  for (size_t thread = 0; thread < threads; ++thread)
+    for (size_t i = thread; i < sorted.size(); i += threads) queries_.push_back(sorted[i]);
 }
 
 bool AttentionPlan::is_whole_row(const Query& query) { return query.queries == 1 && query.part == kWhole; }
@@ -90,7 +95,7 @@ void AttentionPlan::run(const AttentionTask& all, const int64_t* tables, int tab
     const Query& query = queries_[index];
     AttentionTask task = task_for(all, query, tables, table_width);
     task.partial = query.part == kWhole ? nullptr : partial + split_floats * query.split;
-    const int next = index + pool().threads();
+    const int next = index + 1;
     if (is_whole_row(query) && next < (int)queries_.size() && is_whole_row(queries_[next])) {
       task.next_table = tables + (size_t)queries_[next].row * table_width;
       task.next_context = queries_[next].context;

@@ -53,100 +53,124 @@ inline TileConfig product_tiles(int rows, int row_bytes) {
   return config;
 }
 
-// The sums of NB panels x up to two tiles on their way out: `count` rows in order, of which those from `turn` on are the
-// second tile's. Their memory: [2 tiles][NB] tiles of 16 x 16.
-struct LeavingRows {
-  int panel = 0, count = 0, next = 0, turn = 0;
-  int rows[2] = {}, firsts[2] = {};  // the first to be written of each tile, and the tile's own first
-
-  bool second() const { return next >= turn; }
-  int row() const { return rows[second()] + next - (second() ? turn : 0); }
-  int lane() const { return row() - firsts[second()]; }
-};
-
-// Rows [first, first + rows) of a tile, of which those from new_row on are written.
-struct TilePlace { int first, rows, new_row; };
-
-// Sums of bfloat16 products.
+// Sums of bfloat16 products, as they are in memory: [rows][NB panels].
+template <int NB>
 struct FloatSums {
-  const GemmTask& task;
-  static constexpr int kTilesOfRows = 2;  // tile m are other rows
+  static constexpr int kTiles = NB;  // of a row
 
-  template <int NB>
-  KLLM_INLINE void read(const uint8_t* sums, const LeavingRows& at, vf (&values)[NB]) const {
-    const float* tile = (const float*)sums + (at.second() * NB * kTileRows + at.lane()) * kLanes;
-    for (int n = 0; n < NB; ++n) values[n] = load(tile + n * kTileRows * kLanes);
+  FloatSums(const GemmTask&, int /*panel*/, int /*row*/) {}
+  KLLM_INLINE void read(const uint8_t* sums, vf (&values)[NB]) const {
+    for (int n = 0; n < NB; ++n) values[n] = load((const float*)sums + n * kLanes);
   }
+  KLLM_INLINE void next() {}
 };
 
-// Sums of high and of low bytes, the tiles of the same rows.
-struct ByteSums {
-  const GemmTask& task;
-  static constexpr int kTilesOfRows = 1;
+// Sums of high and of low bytes: [rows][2][NB panels].
+template <int NB>
+class ByteSums {
+ public:
+  static constexpr int kTiles = 2 * NB;
 
-  template <int NB>
-  KLLM_INLINE void read(const uint8_t* sums, const LeavingRows& at, vf (&values)[NB]) const {
-    constexpr int kTile = kTileRows * kLanes;
-    const Activations& x = *task.x;
-    const int row = at.row();
-    const int32_t* tile = (const int32_t*)sums + at.lane() * kLanes;
-    const vi offsets[2] = {offset(x.sums[2 * row]), offset(x.sums[2 * row + 1])};
+  ByteSums(const GemmTask& task, int panel, int row) : x_scales_(task.x->scales + row), x_sums_(task.x->sums + 2 * row) {
+    for (int n = 0; n < NB; ++n) scales_[n] = load(task.matrix->row_scales + (panel + n) * kPanelRows);
+  }
+  KLLM_INLINE void read(const uint8_t* sums, vf (&values)[NB]) const {
+    const int32_t* at = (const int32_t*)sums;
+    const vi offsets[2] = {offset(x_sums_[0]), offset(x_sums_[1])};
+    const vf x_scale = set1(*x_scales_);
     for (int n = 0; n < NB; ++n) {
-      const vf high = to_float(iload(tile + n * kTile) - offsets[0]), low = to_float(iload(tile + (NB + n) * kTile) - offsets[1]);
-      const vf scale = load(task.matrix->row_scales + (at.panel + n) * kPanelRows) * set1(x.scales[row]);
-      values[n] = fma(low, set1(1.0f / 254), high) * scale;
+      const vf high = to_float(iload(at + n * kLanes) - offsets[0]);
+      const vf low = to_float(iload(at + (NB + n) * kLanes) - offsets[1]);
+      values[n] = fma(low, set1(1.0f / 254), high) * (scales_[n] * x_scale);
     }
   }
+  KLLM_INLINE void next() { ++x_scales_, x_sums_ += 2; }
 
  private:
   // Of stored weights, which are 128 more. Sums of what was not finite may be any number.
   static KLLM_INLINE vi offset(int32_t sum) { return iset1((int32_t)((uint32_t)sum * 128u)); }
+
+  const float* x_scales_;
+  const int32_t* x_sums_;
+  vf scales_[NB];
 };
 
-// Where tiles leave their sums, and what brings these out.
-template <class Sums, int NB>
-class Leaving {
+// Rows of sums on their way out, one below the other. A copy of its own is what a loop works with: it stays in registers,
+// and there is nothing to ask but whether there is another row. Interleaved in that way, results cost next to nothing
+// beside products; with a few jumps a row they took as long as the products themselves.
+template <class Sums, Leave kLeave, int NB>
+class RowsOut {
  public:
-  explicit Leaving(const GemmTask& task) : task_(task), sums_{task} {}
+  static constexpr int kRowBytes = Sums::kTiles * kTileRowBytes;
 
-  // Room for the sums of a tile whose products end before put() is called.
-  uint8_t* room() { return (uint8_t*)memory_[turn_ ^ 1]; }
-
-  // The sums in room() are those of these tiles. Rows that are still on their way are brought out before.
-  void put(int panel, TilePlace first, TilePlace second) {
-    while (step()) {}
-    turn_ ^= 1;
-    const int rows = first.first + first.rows - first.new_row;
-    at_ = {panel, rows, 0, rows, {first.new_row, second.new_row}, {first.first, second.first}};
-    if (Sums::kTilesOfRows == 2) at_.count += second.first + second.rows - second.new_row;
+  RowsOut(const GemmTask& task, const uint8_t* sums, int panel, int row, int count)
+      : at_(sums), left_(count), row_(row), panel_(panel), reader_(task, panel, row) {
+    step_ = task.sink->stride * size_of(task.sink->type);
+    y_ = place(*task.sink, row, panel);
   }
 
-  // Brings one row out. False: there was none.
-  KLLM_INLINE bool step() {
-    if (at_.next >= at_.count) return false;
-    vf values[1][NB];
-    sums_.template read<NB>((const uint8_t*)memory_[turn_], at_, values[0]);
-    sink_tile<1, NB>(*task_.sink, *task_.matrix, at_.row(), at_.panel, values);
-    ++at_.next;
-    return true;
+  int left() const { return left_; }
+
+  KLLM_INLINE void step(const GemmTask& task) {
+    vf values[NB];
+    reader_.read(at_, values);
+    if constexpr (kLeave == Leave::kOther) sink_rows<NB>(*task.sink, *task.matrix, row_++, 1, panel_, values);
+    else write_row<kLeave, NB>(y_, values);
+    at_ += kRowBytes;
+    y_ += step_;
+    reader_.next();
+    --left_;
   }
-  int left() const { return at_.count - at_.next; }
 
  private:
+  const uint8_t* at_;
+  uint8_t* y_;
+  size_t step_;
+  int left_, row_, panel_;
+  Sums reader_;
+};
+
+// Where tiles leave their sums, and what brings these out while the next ones are multiplied.
+template <class Sums, Leave kLeave, int NB>
+class Leaving {
+ public:
+  using Rows = RowsOut<Sums, kLeave, NB>;
+  static constexpr int kRowBytes = Rows::kRowBytes;
+
+  explicit Leaving(const GemmTask& task) : task_(task), rows_(task, nullptr, task.panel, task.row, 0) {}
+
+  // Room for the sums of a tile whose products end before put() is called.
+  uint8_t* room() { return memory_[turn_ ^ 1]; }
+
+  Rows& rows() { return rows_; }
+
+  // The sums in room() are those of rows [first, end), of which those from new_row on are to be brought out. Rows that
+  // are still on their way are brought out before.
+  void put(int panel, int first, int new_row, int end) {
+    drain();
+    turn_ ^= 1;
+    rows_ = Rows(task_, memory_[turn_] + (new_row - first) * kRowBytes, panel, new_row, end - new_row);
+  }
+
+  void drain() {
+    Rows rows = rows_;
+    while (rows.left() > 0) rows.step(task_);
+    rows_ = rows;
+  }
+
+ private:
+  static constexpr int kApart = 576;  // loads do not wait for stores at the same place of another page
   const GemmTask& task_;
-  const Sums sums_;
-  LeavingRows at_;
+  Rows rows_;
   int turn_ = 0;
-  alignas(64) float memory_[2][kSumTiles * kTileRows * kLanes];
+  alignas(64) uint8_t memory_[2][kSumTiles * kTileRows * kTileRowBytes + kApart];
 };
 
 struct Bf16Products {
-  using Sums = FloatSums;
   template <int C, int A, int B>
   static KLLM_INLINE void dot() { tile_dot_bf16<C, A, B>(); }
 };
 struct ByteProducts {
-  using Sums = ByteSums;
   template <int C, int A, int B>
   static KLLM_INLINE void dot() { tile_dot_s8u8<C, A, B>(); }
 };
@@ -162,43 +186,49 @@ KLLM_INLINE void add_step(const uint8_t* weights) {
   }
 }
 
+// The sums of two rows of tiles, a row's side by side.
+template <int MT, int NB, int N>
+KLLM_INLINE void store_sums(uint8_t* out, const int (&down)[2], size_t stride) {
+  if constexpr (N < MT * NB) {
+    store_tile<N>(out + down[N / NB] + N % NB * kTileRowBytes, stride);
+    store_sums<MT, NB, N + 1>(out, down, stride);
+  }
+}
+
 // Panels whose weights lie `stride` bytes apart, in `steps` steps of a tile.
 struct PanelTiles {
   const uint8_t* weights;
   size_t stride;
-  int panel, steps;
+  int steps;
 };
 
-// MT tiles of rows at x (`x_stride` bytes from row to row) x NB panels, to `leaving`.
+// MT tiles of rows at x (`x_stride` bytes from row to row) x NB panels, to `leaving`: tile m's rows from `down[m]` bytes on.
 template <class Products, int MT, int NB, class Out>
-KLLM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], size_t x_stride, const PanelTiles& panels, Out& leaving,
-                                PanelsAhead& ahead_of_task) {
+KLLM_INLINE void multiply_tiles(const GemmTask& task, const uint8_t* const (&x)[2], size_t x_stride, const PanelTiles& panels,
+                                const int (&down)[2], Out& leaving, PanelsAhead& ahead_of_task) {
   static_assert(MT <= 2 && MT * NB <= kSumTiles);
   PanelsAhead ahead = ahead_of_task;
-  const int share = (leaving.left() + panels.steps - 1) / panels.steps;
+  auto rows = leaving.rows();
+  const int share = (rows.left() + panels.steps - 1) / panels.steps;
   zero_tile<0>();
   zero_tile<1>();
   zero_tile<2>();
   zero_tile<3>();
   const uint8_t* weights = panels.weights;
   for (int step = 0; step < panels.steps; ++step) {
-    load_tile<kRowTile>(x[0] + step * kTileRowBytes, x_stride);
-    if constexpr (MT == 2) load_tile<kRowTile + 1>(x[1] + step * kTileRowBytes, x_stride);
+    stream_tile<kRowTile>(x[0] + step * kTileRowBytes, x_stride);
+    if constexpr (MT == 2) stream_tile<kRowTile + 1>(x[1] + step * kTileRowBytes, x_stride);
     add_step<Products, MT, NB, 0>(weights);
     add_step<Products, MT, NB, 1>(weights + panels.stride);
     add_step<Products, MT, NB, 2>(weights + 2 * panels.stride);
     add_step<Products, MT, NB, 3>(weights + 3 * panels.stride);
-    for (int row = 0; row < share; ++row) leaving.step();
+    for (int now = std::min(share, rows.left()); now > 0; --now) rows.step(task);
     ahead.fetch();
     weights += kTileRows * kTileRowBytes;
   }
   ahead_of_task = ahead;
-  constexpr int kTileBytes = kTileRows * kTileRowBytes;
-  uint8_t* sums = leaving.room();
-  store_tile<0>(sums, kTileRowBytes);
-  store_tile<1>(sums + kTileBytes, kTileRowBytes);
-  store_tile<2>(sums + 2 * kTileBytes, kTileRowBytes);
-  store_tile<3>(sums + 3 * kTileBytes, kTileRowBytes);
+  leaving.rows() = rows;
+  store_sums<MT, NB, 0>(leaving.room(), down, Out::kRowBytes);
 }
 
 // The NB panels after `panel`, fetched while those are walked `calls` times in `steps` steps.
@@ -207,13 +237,13 @@ inline PanelsAhead panels_ahead(const Matrix& matrix, int panel, int panels, int
   return {matrix.panel(panel + panels), (lines + fetches - 1) / fetches};
 }
 
-// All rows, NB panels, their weights as bfloat16. One row tile: all panels at a time; else two row tiles x two panels, which
-// loads each tile for two products.
-template <int NB>
+// All rows, NB panels, their weights as bfloat16. Two row tiles x two panels load each tile for two products; the two
+// panels stay in the first-level cache until the last row. A single row tile takes as many panels as there are sums for.
+template <Leave kLeave, int NB>
 class Bf16Group {
  public:
   explicit Bf16Group(const GemmTask& task)
-      : task_(task), rows_(task), steps_(task.matrix->padded_cols / kStep), wide_(task), square_(task) {}
+      : task_(task), rows_(task), steps_(task.matrix->padded_cols / kStep), leaving_(task) {}
 
   void multiply(int panel) {
     const Matrix& matrix = *task_.matrix;
@@ -223,53 +253,66 @@ class Bf16Group {
     for (int n = 0; n < NB; ++n) dequantize_panel_bf16(matrix, panel + n, (uint16_t*)(scratch + n * bytes));
     multiply(panel, scratch, bytes);
   }
-  ~Bf16Group() {
-    while (wide_.step()) {}
-    while (square_.step()) {}
-  }
+  ~Bf16Group() { leaving_.drain(); }
 
  private:
-  static constexpr int kPair = std::min(NB, 2);
-
   void multiply(int panel, const uint8_t* weights, size_t stride) {
-    const size_t x_stride = (size_t)task_.x->stride * 2;
-    const int calls = rows_.count / 2 * (NB / kPair) + rows_.count % 2;
-    PanelsAhead ahead = panels_ahead(*task_.matrix, panel, NB, calls, steps_);
+    const PanelTiles panels{weights, stride, steps_};
+    PanelsAhead ahead = panels_ahead(*task_.matrix, panel, NB, (rows_.count + 1) / 2, steps_);
     int tile = 0;
-    for (; tile + 2 <= rows_.count; tile += 2)
-      for (int n = 0; n < NB; n += kPair) {
-        const uint8_t* x[2] = {task_.x->row(rows_.first(tile)), task_.x->row(rows_.first(tile + 1))};
-        multiply_tiles<Bf16Products, 2, kPair>(x, x_stride, {weights + n * stride, stride, panel + n, steps_}, square_, ahead);
-        square_.put(panel + n, place(tile), place(tile + 1));
-      }
-    if (tile == rows_.count) return;
-    const uint8_t* x[2] = {task_.x->row(rows_.first(tile)), nullptr};
-    multiply_tiles<Bf16Products, 1, NB>(x, x_stride, {weights, stride, panel, steps_}, wide_, ahead);
-    wide_.put(panel, place(tile), {});
+    if constexpr (NB <= 2)
+      for (; tile + 2 <= rows_.count; tile += 2) multiply_rows<2>(tile, panel, panels, ahead);
+    for (; tile < rows_.count; ++tile) multiply_rows<1>(tile, panel, panels, ahead);
   }
 
-  TilePlace place(int tile) const { return {rows_.first(tile), rows_.rows, rows_.new_row(tile)}; }
+  template <int MT>
+  void multiply_rows(int tile, int panel, const PanelTiles& panels, PanelsAhead& ahead) {
+    const int first = rows_.first(tile), last = rows_.first(tile + MT - 1);
+    const uint8_t* x[2] = {task_.x->row(first), task_.x->row(last)};
+    const int down[2] = {0, (last - first) * leaving_.kRowBytes};  // rows that are in both tiles have the same sums
+    multiply_tiles<Bf16Products, MT, NB>(task_, x, (size_t)task_.x->stride * 2, panels, down, leaving_, ahead);
+    leaving_.put(panel, first, rows_.new_row(tile), last + rows_.rows);
+  }
 
   const GemmTask& task_;
   const RowTiles rows_;
   const int steps_;
-  Leaving<FloatSums, NB> wide_;
-  Leaving<FloatSums, kPair> square_;
+  Leaving<FloatSums<NB>, kLeave, NB> leaving_;
 };
 
-template <int NB>
+template <Leave kLeave, int NB>
 void bf16_groups(const GemmTask& task, int& panel) {
   if (panel + NB > task.panel_end) return;
-  Bf16Group<NB> group(task);
+  Bf16Group<kLeave, NB> group(task);
   for (; panel + NB <= task.panel_end; panel += NB) group.multiply(panel);
 }
 
-inline void gemm_bf16_tiles(const GemmTask& task) {
+struct Bf16Panels {
+  template <Leave kLeave>
+  static void multiply(const GemmTask& task) {
+    int panel = task.panel;
+    if (RowTiles(task).count == 1) bf16_groups<kLeave, 4>(task, panel);
+    bf16_groups<kLeave, 2>(task, panel);
+    bf16_groups<kLeave, 1>(task, panel);
+  }
+};
+
+// All panels of a task: whole ones, then one that may not be.
+template <class Panels>
+void multiply_task(const GemmTask& task) {
   const TilesInUse tiles(product_tiles(RowTiles(task).rows, kTileRowBytes));
-  int panel = task.panel;
-  bf16_groups<4>(task, panel);
-  bf16_groups<2>(task, panel);
-  bf16_groups<1>(task, panel);
+  GemmTask whole = task, rest = task;
+  while (whole.panel_end > whole.panel && task.matrix->row_count(whole.panel_end - 1) < kPanelRows) --whole.panel_end;
+  if (task.matrix->gated) whole.panel_end -= (whole.panel_end - whole.panel) % 2;
+  rest.panel = whole.panel_end;
+  switch (leave_of(*task.sink, *task.matrix)) {
+    case Leave::kSet: Panels::template multiply<Leave::kSet>(whole); break;
+    case Leave::kAdd: Panels::template multiply<Leave::kAdd>(whole); break;
+    case Leave::kGated: Panels::template multiply<Leave::kGated>(whole); break;
+    case Leave::kGatedBf16: Panels::template multiply<Leave::kGatedBf16>(whole); break;
+    case Leave::kOther: rest.panel = task.panel;
+  }
+  if (rest.panel < rest.panel_end) Panels::template multiply<Leave::kOther>(rest);
 }
 
 // ---- int8 weights, two bytes an activation ----
@@ -281,31 +324,37 @@ inline bool takes_i16(const Matrix& matrix) {
   return matrix.format == Format::kI8 && matrix.padded_cols % kByteStep == 0 && matrix.padded_cols < 65536;
 }
 
-template <int NB>
-void i16_panels(const GemmTask& task, int& panel) {
+template <Leave kLeave, int NB>
+void i16_groups(const GemmTask& task, int& panel) {
+  if (panel + NB > task.panel_end) return;
   const RowTiles rows(task);
   const Matrix& matrix = *task.matrix;
   const int steps = matrix.padded_cols / kByteStep;
   const size_t plane = task.x->stride;
-  Leaving<ByteSums, NB> leaving(task);
+  constexpr int down[2] = {0, NB * kTileRowBytes};
+  Leaving<ByteSums<NB>, kLeave, NB> leaving(task);
   for (; panel + NB <= task.panel_end; panel += NB) {
     PanelsAhead ahead = panels_ahead(matrix, panel, NB, rows.count, steps);
     for (int tile = 0; tile < rows.count; ++tile) {
-      const uint8_t* high = task.x->row(rows.first(tile));
+      const int first = rows.first(tile);
+      const uint8_t* high = task.x->row(first);
       const uint8_t* x[2] = {high, high + plane};
-      multiply_tiles<ByteProducts, 2, NB>(x, 2 * plane, {matrix.panel(panel), matrix.panel_bytes, panel, steps}, leaving, ahead);
-      leaving.put(panel, {rows.first(tile), rows.rows, rows.new_row(tile)}, {});
+      const PanelTiles panels{matrix.panel(panel), matrix.panel_bytes, steps};
+      multiply_tiles<ByteProducts, 2, NB>(task, x, 2 * plane, panels, down, leaving, ahead);
+      leaving.put(panel, first, rows.new_row(tile), first + rows.rows);
     }
   }
-  while (leaving.step()) {}
+  leaving.drain();
 }
 
-inline void gemm_i16_tiles(const GemmTask& task) {
-  const TilesInUse tiles(product_tiles(RowTiles(task).rows, kTileRowBytes));
-  int panel = task.panel;
-  i16_panels<2>(task, panel);
-  i16_panels<1>(task, panel);
-}
+struct I16Panels {
+  template <Leave kLeave>
+  static void multiply(const GemmTask& task) {
+    int panel = task.panel;
+    i16_groups<kLeave, 2>(task, panel);
+    i16_groups<kLeave, 1>(task, panel);
+  }
+};
 
 // ---- blocks of 32 columns ----
 
@@ -443,8 +492,8 @@ void gemm_int8_tiles(const GemmTask& task) {
 // The product of the instruction set "amx". Q6_K has a scale for every 16 columns, so little of a tile would be used.
 inline void gemm_tiles(const GemmTask& task) {
   if (task.x->type == Type::kF32) return gemm_float<false>(task);
-  if (task.x->type == Type::kBF16) return gemm_bf16_tiles(task);
-  if (task.x->type == Type::kI16) return gemm_i16_tiles(task);
+  if (task.x->type == Type::kBF16) return multiply_task<Bf16Panels>(task);
+  if (task.x->type == Type::kI16) return multiply_task<I16Panels>(task);
   switch (task.matrix->format) {
     case Format::kI8: return gemm_int8_tiles<Format::kI8>(task);
     case Format::kQ8_0: return gemm_int8_tiles<Format::kQ8_0>(task);

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 
 namespace kllm {
@@ -23,7 +24,7 @@ void bind_to(std::thread& thread, int cpu) {
 
 }  // namespace
 
-Pool::Pool(int threads, int spin_us, std::vector<int> cpus) : spin_us_(spin_us) {
+Pool::Pool(int threads, int spin_us, std::vector<int> cpus) : spin_us_(spin_us), parts_(std::max(threads, 1)) {
   for (int thread = 1; thread < threads; ++thread) {
     workers_.emplace_back([this, thread] { loop(thread); });
     if (thread < (int)cpus.size()) bind_to(workers_.back(), cpus[thread]);
@@ -41,8 +42,9 @@ void Pool::dispatch(int tasks, Task task, void* context) {
   task_ = task;
   context_ = context;
   remaining_.store(tasks, std::memory_order_relaxed);
-  generation_ = (generation_ + 1) & ((1u << 24) - 1);
-  ticket_.store(generation_ << (2 * kBits) | (uint64_t)tasks << kBits, std::memory_order_seq_cst);
+  const int count = (int)parts_.size();
+  for (int part = 0; part < count; ++part)
+    parts_[part].set((int)((int64_t)tasks * part / count), (int)((int64_t)tasks * (part + 1) / count));
   if (parked_.load(std::memory_order_seq_cst) > 0) {
     wakeups_.fetch_add(1, std::memory_order_seq_cst);
     wakeups_.notify_all();
@@ -56,19 +58,25 @@ void Pool::dispatch(int tasks, Task task, void* context) {
   }
 }
 
-// Takes tasks of the open region until none is left. False if there was none.
+bool Pool::open() const {
+  for (const Part& part : parts_)
+    if (part.open()) return true;
+  return false;
+}
+
+// Takes tasks of the open region until none is left, of its own part first. False if there was none.
 bool Pool::work(int thread) {
   bool worked = false;
-  for (;;) {
-    uint64_t seen = ticket_.load(std::memory_order_acquire);
-    if ((seen & kMask) >= (seen >> kBits & kMask)) return worked;
-    uint64_t mine = ticket_.fetch_add(1, std::memory_order_acq_rel);
-    int next = (int)(mine & kMask);
-    if (next >= (int)(mine >> kBits & kMask)) return worked;
-    task_(context_, next, thread);
-    remaining_.fetch_sub(1, std::memory_order_release);
-    worked = true;
+  const int count = (int)parts_.size();
+  for (int step = 0; step < count; ++step) {
+    Part& part = parts_[(thread + step) % count];
+    for (int task = part.take(); task >= 0; task = part.take()) {
+      task_(context_, task, thread);
+      remaining_.fetch_sub(1, std::memory_order_release);
+      worked = true;
+    }
   }
+  return worked;
 }
 
 void Pool::loop(int thread) {
@@ -80,14 +88,12 @@ void Pool::loop(int thread) {
     }
     for (int i = 0; i < kSpinsPerLook; ++i) {
       _mm_pause();
-      uint64_t seen = ticket_.load(std::memory_order_relaxed);
-      if ((seen & kMask) < (seen >> kBits & kMask)) break;
+      if (open()) break;
     }
     if (Clock::now() - idle_since < std::chrono::microseconds(spin_us_)) continue;
     uint32_t before = wakeups_.load(std::memory_order_seq_cst);
     parked_.fetch_add(1, std::memory_order_seq_cst);
-    uint64_t seen = ticket_.load(std::memory_order_seq_cst);
-    if ((seen & kMask) >= (seen >> kBits & kMask) && !stop_.load()) wakeups_.wait(before);
+    if (!open() && !stop_.load()) wakeups_.wait(before);
     parked_.fetch_sub(1, std::memory_order_seq_cst);
     idle_since = Clock::now();
   }

@@ -1,7 +1,9 @@
 // One set of threads for all of the extension's work. The thread that calls run() takes part.
 //
-// Tasks are claimed one by one, so a thread that the machine has taken away holds up at most the task it is in:
-// with a fixed split, one busy neighbour on two cores halves the speed of both threads and more.
+// Every thread has a part of a region's tasks, in order, so that rows stay in the cache of one core from region to region.
+// Tasks are claimed one by one, and whoever is through with its part takes from those of others: so a thread that the
+// machine has taken away holds up at most the task it is in. With a fixed split, one busy neighbour on two cores halves
+// the speed of both threads and more.
 // Idle threads look for work for a while, since the next region of a step follows within microseconds, then park.
 #pragma once
 
@@ -25,7 +27,7 @@ class Pool {
 
   int threads() const { return (int)workers_.size() + 1; }
 
-  // Calls f(task, thread) for every task in [0, tasks), at most 2^20 - 1, and returns when all are done.
+  // Calls f(task, thread) for every task in [0, tasks), and returns when all are done.
   template <class F>
   void run(int tasks, F&& f) {
     if (tasks <= 1 || workers_.empty()) {
@@ -37,12 +39,28 @@ class Pool {
   }
 
  private:
-  // One word says which region is open, how many tasks it has and which is next: generation 24 | tasks 20 | next 20.
-  // A late thread can therefore never take a task of a region with the bounds of another.
-  static constexpr int kBits = 20;
-  static constexpr uint64_t kMask = (1u << kBits) - 1;
+  // A thread's part of the region's tasks. One word says where it ends and which is next: a late thread can therefore
+  // never take a task of a region with the bounds of another.
+  struct alignas(64) Part {
+    std::atomic<uint64_t> word{0};
+
+    bool open() const { return is_open(word.load(std::memory_order_seq_cst)); }
+    // The next task, or -1.
+    int take() {
+      if (!open()) return -1;
+      const uint64_t mine = word.fetch_add(1, std::memory_order_acq_rel);
+      return is_open(mine) ? (int)(mine & kMask) : -1;
+    }
+    void set(int begin, int end) { word.store((uint64_t)end << kBits | (uint64_t)begin, std::memory_order_seq_cst); }
+
+   private:
+    static constexpr int kBits = 32;
+    static constexpr uint64_t kMask = (1ull << kBits) - 1;
+    static bool is_open(uint64_t word) { return (word & kMask) < word >> kBits; }
+  };
 
   void dispatch(int tasks, Task task, void* context);
+  bool open() const;
   bool work(int thread);
   void loop(int thread);
 
@@ -50,8 +68,7 @@ class Pool {
   const int spin_us_;
   Task task_ = nullptr;
   void* context_ = nullptr;
-  uint64_t generation_ = 0;
-  alignas(64) std::atomic<uint64_t> ticket_{0};
+  std::vector<Part> parts_;  // one a thread
   alignas(64) std::atomic<int> remaining_{0};
   alignas(64) std::atomic<uint32_t> wakeups_{0};
   std::atomic<int> parked_{0};

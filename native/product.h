@@ -1,6 +1,8 @@
 // Parallel regions around the kernels' tasks: how rows, panels and heads are cut for the threads.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -22,8 +24,11 @@ class Buffer {
     if (bytes > size_) {
       std::free(data_);
       size_ = 0;
-      data_ = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+      const size_t unit = bytes < kHugePage / 2 ? 64 : kHugePage;
+      data_ = std::aligned_alloc(unit, (bytes + unit - 1) / unit * unit);
       if (!data_) throw std::bad_alloc();
+      // Results go to a line in each of many rows: with small pages that is a page each. A refusal costs speed, nothing else.
+      if (unit == kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
       size_ = bytes;
     }
     return data_;
@@ -32,6 +37,7 @@ class Buffer {
   T* of(size_t count) { return (T*)get(count * sizeof(T)); }
 
  private:
+  static constexpr size_t kHugePage = 2 << 20;
   void* data_ = nullptr;
   size_t size_ = 0;
 };

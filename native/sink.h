@@ -47,10 +47,9 @@ KLLM_INLINE void sink_row(const Sink& sink, const Matrix& matrix, int row, int p
 }
 
 // Where the results of whole panels from `panel` on go in `row`.
-template <class T>
-T* place(const Sink& sink, int row, int panel) {
+inline uint8_t* place(const Sink& sink, int row, int panel) {
   const int first = (sink.store == Store::kGated ? panel / 2 : panel) * kPanelRows;
-  return (T*)sink.y + row * sink.stride + first;
+  return (uint8_t*)sink.y + (row * sink.stride + first) * size_of(sink.type);
 }
 
 // Asks for the memory that sink_tile of these rows and panels is going to write. A function of its own: within a tile's it
@@ -59,8 +58,7 @@ template <int NB>
 KLLM_APART void fetch_tile(const Sink& sink, int row, int rows, int panel) {
   const int panels = sink.store == Store::kGated ? NB / 2 : NB, bytes = panels * kPanelRows * (int)size_of(sink.type);
   const size_t stride = sink.stride * size_of(sink.type);
-  const bool floats = sink.type == Type::kF32;
-  const auto* y = (const uint8_t*)(floats ? (void*)place<float>(sink, row, panel) : place<uint16_t>(sink, row, panel));
+  const uint8_t* y = place(sink, row, panel);
   for (int m = 0; m < rows; ++m, y += stride)
     for (int at = 0; at < bytes; at += 64) fetch_to_write(y + at);
 }
@@ -74,42 +72,52 @@ KLLM_APART void sink_rows(const Sink& sink, const Matrix& matrix, int row, int r
 // up those after it: with them asked for, products of 512 rows of int8 were a twentieth faster on Zen 4.
 constexpr int kCachedPasses = 8;
 
+// What is done with the results of whole panels without a bias; kOther: what these do not cover, asked row by row.
+enum class Leave { kSet, kAdd, kGated, kGatedBf16, kOther };
+
+inline Leave leave_of(const Sink& sink, const Matrix& matrix) {
+  const bool gated = sink.store == Store::kGated;
+  // The panels of a gated matrix lie in turns: where its rows are wanted as they are, they go to two places.
+  if (sink.bias || gated != matrix.gated) return Leave::kOther;
+  if (sink.type == Type::kBF16) return gated ? Leave::kGatedBf16 : Leave::kOther;
+  return gated ? Leave::kGated : sink.store == Store::kAdd ? Leave::kAdd : Leave::kSet;
+}
+
+// The results of NB panels in a row, to y, where those of the first belong.
+template <Leave kLeave, int NB>
+KLLM_INLINE void write_row(uint8_t* y, const vf (&values)[NB]) {
+#pragma GCC unroll 8
+  for (int n = 0; n < NB; ++n) {
+    if constexpr (kLeave == Leave::kGatedBf16) {
+      if (n % 2 == 1) store_bf16((uint16_t*)y + n / 2 * kLanes, silu(values[n - 1]) * values[n]);
+    } else if constexpr (kLeave == Leave::kGated) {
+      if (n % 2 == 1) store((float*)y + n / 2 * kLanes, silu(values[n - 1]) * values[n]);
+    } else {
+      float* const to = (float*)y + n * kLanes;
+      store(to, kLeave == Leave::kAdd ? values[n] + load(to) : values[n]);
+    }
+  }
+}
+
+template <Leave kLeave, int MR, int NB>
+KLLM_INLINE void write_rows(uint8_t* y, size_t step, const vf (&values)[MR][NB]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m) write_row<kLeave, NB>(y + m * step, values[m]);
+}
+
 // sink_row for the rows of a tile. Asked row by row what is to be done with them, a tile of 576 columns took 4 % longer, so
-// the usual cases (whole panels, no bias; floats, or gated bfloat16) are decided once, and values stay in registers.
+// the usual cases are decided once, and values stay in registers.
 template <int MR, int NB>
 KLLM_INLINE void sink_tile(const Sink& sink, const Matrix& matrix, int row, int panel, const vf (&values)[MR][NB]) {
-  const bool gated = sink.store == Store::kGated;
-  const bool usual = sink.type == Type::kF32 || (sink.type == Type::kBF16 && gated);
-  // The panels of a gated matrix lie in turns: where its rows are wanted as they are, they go to two places.
-  if (!usual || sink.bias || gated != matrix.gated || matrix.row_count(panel + NB - 1) != kPanelRows)
-    return sink_rows<NB>(sink, matrix, row, MR, panel, values[0]);
-  if (sink.type == Type::kBF16) {
-    uint16_t* y = place<uint16_t>(sink, row, panel);
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m, y += sink.stride)
-#pragma GCC unroll 8
-      for (int n = 0; n + 1 < NB; n += 2) store_bf16(y + n / 2 * kLanes, silu(values[m][n]) * values[m][n + 1]);
-    return;
-  }
-  float* y = place<float>(sink, row, panel);
-  switch (sink.store) {
-    case Store::kGated:
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m, y += sink.stride)
-#pragma GCC unroll 8
-        for (int n = 0; n + 1 < NB; n += 2) store(y + n / 2 * kLanes, silu(values[m][n]) * values[m][n + 1]);
-      return;
-    case Store::kAdd:
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m, y += sink.stride)
-#pragma GCC unroll 8
-        for (int n = 0; n < NB; ++n) store(y + n * kLanes, values[m][n] + load(y + n * kLanes));
-      return;
-    case Store::kSet:
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m, y += sink.stride)
-#pragma GCC unroll 8
-        for (int n = 0; n < NB; ++n) store(y + n * kLanes, values[m][n]);
+  const bool whole = matrix.row_count(panel + NB - 1) == kPanelRows;
+  const size_t step = sink.stride * size_of(sink.type);
+  uint8_t* const y = place(sink, row, panel);
+  switch (whole ? leave_of(sink, matrix) : Leave::kOther) {
+    case Leave::kSet: return write_rows<Leave::kSet>(y, step, values);
+    case Leave::kAdd: return write_rows<Leave::kAdd>(y, step, values);
+    case Leave::kGated: return write_rows<Leave::kGated>(y, step, values);
+    case Leave::kGatedBf16: return write_rows<Leave::kGatedBf16>(y, step, values);
+    case Leave::kOther: return sink_rows<NB>(sink, matrix, row, MR, panel, values[0]);
   }
 }
 

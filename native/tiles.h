@@ -53,6 +53,12 @@ KLLM_INLINE void load_tile(const void* from, size_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");
 }
 
+// The same of what is read again only after much else: it leaves what is in the first-level cache there.
+template <int T>
+KLLM_INLINE void stream_tile(const void* from, size_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");
+}
+
 template <int T>
 KLLM_INLINE void store_tile(void* to, size_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(T) : "memory");
@@ -137,6 +143,9 @@ inline void load_tile(const void* from, size_t stride) {
   TileFile& file = tiles_with(T);
   for (int row = 0; row < file.rows(T); ++row) memcpy(file.data[T][row], (const uint8_t*)from + row * stride, file.bytes(T));
 }
+
+template <int T>
+inline void stream_tile(const void* from, size_t stride) { load_tile<T>(from, stride); }
 
 template <int T>
 inline void store_tile(void* to, size_t stride) {

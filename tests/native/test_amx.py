@@ -311,8 +311,8 @@ def test_tiles_are_tried_out_in_a_child_process(probe: Probe, kind: str, expecte
 REAL_TILES = """
 #include "gemm_amx.h"
 using namespace kllm;
-template void amx::bf16_groups<4>(const GemmTask&, int&);
-template void amx::i16_panels<2>(const GemmTask&, int&);
+template void amx::bf16_groups<amx::Leave::kAdd, 4>(const GemmTask&, int&);
+template void amx::i16_groups<amx::Leave::kGated, 2>(const GemmTask&, int&);
 template void amx::int8_panels<Format::kQ4_1, 2>(const GemmTask&, const amx::RowTiles&, int);
 """
 

@@ -34,8 +34,8 @@ def _processor_flags() -> set[str]:
 
 def _parts(source: Path) -> Iterator[bytes]:
     yield source.read_bytes()
-    for header in sorted((ROOT / "native").glob("*.h")):
-        yield header.read_bytes()
+    for part in sorted((ROOT / "native").glob("*.h")) + sorted((ROOT / "native").glob("*.cpp")):
+        yield part.read_bytes()
 
 
 def compiled(source: Path, isa: str, folder: Path) -> ctypes.CDLL:
