@@ -53,19 +53,22 @@ void AttentionPlan::add_single(int row, int token, int context, int kv_heads, bo
   splits_.push_back({row, token, context});
 }
 
-// So that no thread begins a long task when the others are done: sorted, and dealt out to the threads' parts.
+// So that no thread begins a long task when the others are done: sorted, and dealt out to the threads' parts, to and fro.
 void AttentionPlan::longest_first() {
   auto work = [](const Query& query) {
     const int keys = query.part == kWhole ? query.context + query.queries / 2
                                           : std::min(kPartKeys, query.context - query.part * kPartKeys);
     return (int64_t)query.queries * (query.more_heads + 1) * keys;
   };
-  std::stable_sort(queries_.begin(), queries_.end(), [&](const Query& a, const Query& b) { return work(a) > work(b); });
-  const std::vector<Query> sorted = queries_;
-  const size_t threads = pool().threads();
-  queries_.clear();
-  for (size_t thread = 0; thread < threads; ++thread)
-    for (size_t i = thread; i < sorted.size(); i += threads) queries_.push_back(sorted[i]);
+  std::vector<Query> sorted = queries_;
+  std::stable_sort(sorted.begin(), sorted.end(), [&](const Query& a, const Query& b) { return work(a) > work(b); });
+  const int threads = pool().threads(), tasks = (int)sorted.size();
+  auto begin_of = [&](int thread) { return Pool::begin_of(thread, threads, tasks); };
+  for (int next = 0, round = 0; next < tasks; ++round)
+    for (int turn = 0; turn < threads; ++turn) {
+      const int thread = round % 2 ? threads - 1 - turn : turn, place = begin_of(thread) + round;
+      if (place < begin_of(thread + 1)) queries_[place] = sorted[next++];
+    }
 }
 
 bool AttentionPlan::is_whole_row(const Query& query) { return query.queries == 1 && query.part == kWhole; }

@@ -159,7 +159,7 @@ class Leaving {
   }
 
  private:
-  static constexpr int kApart = 576;  // loads do not wait for stores at the same place of another page
+  static constexpr int kApart = 576;  // some lines: loads do not wait for stores at the same place of another page
   const GemmTask& task_;
   Rows rows_;
   int turn_ = 0;
@@ -303,7 +303,7 @@ void multiply_task(const GemmTask& task) {
   const TilesInUse tiles(product_tiles(RowTiles(task).rows, kTileRowBytes));
   GemmTask whole = task, rest = task;
   while (whole.panel_end > whole.panel && task.matrix->row_count(whole.panel_end - 1) < kPanelRows) --whole.panel_end;
-  if (task.matrix->gated) whole.panel_end -= (whole.panel_end - whole.panel) % 2;
+  if (task.matrix->gated) whole.panel_end -= (whole.panel_end - whole.panel) % 2;  // tasks begin with a gate's panel
   rest.panel = whole.panel_end;
   switch (leave_of(*task.sink, *task.matrix)) {
     case Leave::kSet: Panels::template multiply<Leave::kSet>(whole); break;

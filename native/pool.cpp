@@ -44,7 +44,8 @@ void Pool::dispatch(int tasks, Task task, void* context) {
   remaining_.store(tasks, std::memory_order_relaxed);
   const int count = (int)parts_.size();
   for (int part = 0; part < count; ++part)
-    parts_[part].set((int)((int64_t)tasks * part / count), (int)((int64_t)tasks * (part + 1) / count));
+    parts_[part].set(begin_of(part, count, tasks), begin_of(part + 1, count, tasks));
+  region_.fetch_add(1, std::memory_order_seq_cst);
   if (parked_.load(std::memory_order_seq_cst) > 0) {
     wakeups_.fetch_add(1, std::memory_order_seq_cst);
     wakeups_.notify_all();
@@ -58,42 +59,33 @@ void Pool::dispatch(int tasks, Task task, void* context) {
   }
 }
 
-bool Pool::open() const {
-  for (const Part& part : parts_)
-    if (part.open()) return true;
-  return false;
-}
-
-// Takes tasks of the open region until none is left, of its own part first. False if there was none.
-bool Pool::work(int thread) {
-  bool worked = false;
+// Takes tasks of the open region until none is left, of its own part first.
+void Pool::work(int thread) {
   const int count = (int)parts_.size();
   for (int step = 0; step < count; ++step) {
     Part& part = parts_[(thread + step) % count];
     for (int task = part.take(); task >= 0; task = part.take()) {
       task_(context_, task, thread);
       remaining_.fetch_sub(1, std::memory_order_release);
-      worked = true;
     }
   }
-  return worked;
 }
 
 void Pool::loop(int thread) {
   auto idle_since = Clock::now();
+  uint32_t seen = 0;
   while (!stop_.load(std::memory_order_relaxed)) {
-    if (work(thread)) {
+    if (const uint32_t region = region_.load(std::memory_order_acquire); region != seen) {
+      seen = region;
+      work(thread);
       idle_since = Clock::now();
       continue;
     }
-    for (int i = 0; i < kSpinsPerLook; ++i) {
-      _mm_pause();
-      if (open()) break;
-    }
+    for (int i = 0; i < kSpinsPerLook && region_.load(std::memory_order_relaxed) == seen; ++i) _mm_pause();
     if (Clock::now() - idle_since < std::chrono::microseconds(spin_us_)) continue;
     uint32_t before = wakeups_.load(std::memory_order_seq_cst);
     parked_.fetch_add(1, std::memory_order_seq_cst);
-    if (!open() && !stop_.load()) wakeups_.wait(before);
+    if (region_.load(std::memory_order_seq_cst) == seen && !stop_.load()) wakeups_.wait(before);
     parked_.fetch_sub(1, std::memory_order_seq_cst);
     idle_since = Clock::now();
   }

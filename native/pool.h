@@ -27,6 +27,9 @@ class Pool {
 
   int threads() const { return (int)workers_.size() + 1; }
 
+  // Where the part of a thread begins; that of the last ends at begin_of(threads).
+  static int begin_of(int thread, int threads, int tasks) { return (int)((int64_t)tasks * thread / threads); }
+
   // Calls f(task, thread) for every task in [0, tasks), and returns when all are done.
   template <class F>
   void run(int tasks, F&& f) {
@@ -40,18 +43,18 @@ class Pool {
 
  private:
   // A thread's part of the region's tasks. One word says where it ends and which is next: a late thread can therefore
-  // never take a task of a region with the bounds of another.
+  // never take a task of a region with the bounds of another. Looked at before it is counted up, it is counted beyond the
+  // end by no more than there are threads.
   struct alignas(64) Part {
     std::atomic<uint64_t> word{0};
 
-    bool open() const { return is_open(word.load(std::memory_order_seq_cst)); }
     // The next task, or -1.
     int take() {
-      if (!open()) return -1;
+      if (!is_open(word.load(std::memory_order_acquire))) return -1;
       const uint64_t mine = word.fetch_add(1, std::memory_order_acq_rel);
       return is_open(mine) ? (int)(mine & kMask) : -1;
     }
-    void set(int begin, int end) { word.store((uint64_t)end << kBits | (uint64_t)begin, std::memory_order_seq_cst); }
+    void set(int begin, int end) { word.store((uint64_t)end << kBits | (uint64_t)begin, std::memory_order_release); }
 
    private:
     static constexpr int kBits = 32;
@@ -60,15 +63,15 @@ class Pool {
   };
 
   void dispatch(int tasks, Task task, void* context);
-  bool open() const;
-  bool work(int thread);
+  void work(int thread);
   void loop(int thread);
 
   std::vector<std::thread> workers_;
   const int spin_us_;
   Task task_ = nullptr;
   void* context_ = nullptr;
-  std::vector<Part> parts_;  // one a thread
+  std::vector<Part> parts_;                      // one a thread
+  alignas(64) std::atomic<uint32_t> region_{0};  // counted up when all parts are set
   alignas(64) std::atomic<int> remaining_{0};
   alignas(64) std::atomic<uint32_t> wakeups_{0};
   std::atomic<int> parked_{0};

@@ -25,10 +25,11 @@ class Buffer {
       std::free(data_);
       size_ = 0;
       const size_t unit = bytes < kHugePage / 2 ? 64 : kHugePage;
-      data_ = std::aligned_alloc(unit, (bytes + unit - 1) / unit * unit);
+      const size_t whole = (bytes + unit - 1) / unit * unit;
+      data_ = std::aligned_alloc(unit, whole);
       if (!data_) throw std::bad_alloc();
       // Results go to a line in each of many rows: with small pages that is a page each. A refusal costs speed, nothing else.
-      if (unit == kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
+      if (unit == kHugePage) madvise(data_, whole, MADV_HUGEPAGE);
       size_ = bytes;
     }
     return data_;

@@ -47,7 +47,7 @@ KLLM_INLINE void sink_row(const Sink& sink, const Matrix& matrix, int row, int p
 }
 
 // Where the results of whole panels from `panel` on go in `row`.
-inline uint8_t* place(const Sink& sink, int row, int panel) {
+KLLM_INLINE uint8_t* place(const Sink& sink, int row, int panel) {
   const int first = (sink.store == Store::kGated ? panel / 2 : panel) * kPanelRows;
   return (uint8_t*)sink.y + (row * sink.stride + first) * size_of(sink.type);
 }
@@ -75,7 +75,7 @@ constexpr int kCachedPasses = 8;
 // What is done with the results of whole panels without a bias; kOther: what these do not cover, asked row by row.
 enum class Leave { kSet, kAdd, kGated, kGatedBf16, kOther };
 
-inline Leave leave_of(const Sink& sink, const Matrix& matrix) {
+KLLM_INLINE Leave leave_of(const Sink& sink, const Matrix& matrix) {
   const bool gated = sink.store == Store::kGated;
   // The panels of a gated matrix lie in turns: where its rows are wanted as they are, they go to two places.
   if (sink.bias || gated != matrix.gated) return Leave::kOther;
